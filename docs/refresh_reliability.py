@@ -128,7 +128,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             "outcome of its trial. The winners are those of a tune without it.",
             (
                 "test_gpu_faults.py::test_a_tune_survives_every_broken_kernel",
-                "test_faulty_tune.py::test_broken_kernels_end_as_what_they_are_and_spoil_nothing_else",
+                "test_kills.py::test_broken_kernels_end_as_what_they_are_and_spoil_nothing_else",
                 "test_runners.py::test_a_run_survives_every_failure",
             ),
             faults,
@@ -146,9 +146,9 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             "A compiler or a measuring process that is killed, or finds no room, says nothing about a variant: it is "
             "tried again.",
             (
-                "test_attempts.py::test_what_a_compiler_died_for_is_tried_again",
+                "test_resume.py::test_what_a_compiler_died_for_is_tried_again",
                 "test_runners.py::test_what_another_program_kills_is_measured_again",
-                "test_hung_compilers.py::test_a_hung_compiler_does_not_hang_a_tune",
+                "test_programs.py::test_a_hung_compiler_does_not_hang_a_tune",
             ),
         ),
         Promise(
@@ -185,9 +185,9 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             "Databases of every earlier schema are upgraded, those of a newer one refused. An upgrade that fails "
             "changes nothing.",
             (
-                "test_store_schema.py::test_a_database_of_every_earlier_schema_is_upgraded",
-                "test_store_schema.py::test_a_newer_schema_is_refused",
-                "test_store_schema.py::test_an_upgrade_that_fails_changes_nothing",
+                "test_store.py::test_a_database_of_every_earlier_schema_is_upgraded",
+                "test_store.py::test_a_newer_schema_is_refused",
+                "test_store.py::test_an_upgrade_that_fails_changes_nothing",
                 "test_postgres.py::test_a_database_of_every_earlier_schema_is_upgraded",
             ),
         ),
@@ -214,7 +214,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             (
                 "test_postgres.py::test_a_server_that_cannot_be_used_is_one_sentence",
                 "test_postgres.py::test_a_user_without_rights_is_one_sentence",
-                "test_cli_postgres.py::test_a_url_that_cannot_be_shows_no_password",
+                "test_cli_failures.py::test_a_url_that_cannot_be_shows_no_password",
             ),
         ),
     ),
@@ -223,7 +223,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             "One run tunes on all GPUs of a fleet at once. Each class of GPUs gets trials and winners of its own.",
             (
                 "test_fleet.py::test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does",
-                "test_gpu_class.py::test_classes_have_trials_and_winners_of_their_own",
+                "test_nvml.py::test_classes_have_trials_and_winners_of_their_own",
             ),
             speed,
         ),
@@ -245,8 +245,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             "GPU fails, its worker goes on with others.",
             (
                 "test_station.py::test_workers_that_see_the_same_gpus_use_different_ones",
-                "test_fleet_races.py::test_a_race_on_a_busy_gpu_is_left_for_later_and_its_worker_stays",
-                "test_fleet_races.py::test_a_gpu_that_fails_leaves_its_worker_the_others",
+                "test_station.py::test_a_race_on_a_busy_gpu_is_left_for_later_and_its_worker_stays",
+                "test_station.py::test_a_gpu_that_fails_leaves_its_worker_the_others",
             ),
         ),
         Promise(
@@ -257,15 +257,15 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             "Every process of a local fleet listens on 127.0.0.1 alone. A fleet with TLS refuses whoever lacks its "
             "certificate. A fleet without TLS at another address than loopback brings a warning.",
             (
-                "test_fleet_network.py::test_every_process_of_a_local_fleet_listens_on_loopback_alone",
-                "test_fleet_network.py::test_only_a_client_with_the_certificate_of_the_fleet_reaches_it",
-                "test_fleet_network.py::test_a_scheduler_beyond_loopback_without_tls_brings_a_warning",
+                "test_fleet.py::test_every_process_of_a_local_fleet_listens_on_loopback_alone",
+                "test_fleet.py::test_only_a_client_with_the_certificate_of_the_fleet_reaches_it",
+                "test_fleet.py::test_a_scheduler_beyond_loopback_without_tls_brings_a_warning",
             ),
         ),
         Promise(
             "A search with many variants in progress finds kernels that are as good as those of a search with one, "
             "after at most 1.3 times the evaluations.",
-            ("test_replay.py::test_a_search_with_many_variants_in_progress_finds_kernels_that_are_as_good",),
+            ("test_recording.py::test_a_search_with_many_variants_in_progress_finds_kernels_that_are_as_good",),
             search_in_parallel,
         ),
     ),
@@ -287,7 +287,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
                 "test_signatures.py::test_calls_leave_out_what_no_trusted_key_signed",
                 "test_signatures.py::test_what_is_read_later_was_signed_too",
                 "test_signatures.py::test_a_setting_that_names_no_keys_is_an_error",
-                "test_wheel.py::test_the_bundles_of_a_release_are_signed",
+                "test_make.py::test_the_bundles_of_a_release_are_signed",
             ),
         ),
         Promise(

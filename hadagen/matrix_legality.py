@@ -6,8 +6,7 @@ from hadagen.knobs import KNOBS, Knobs, matrix_steps
 from hadagen.layout import log2
 from hadagen.legality import RULES, Context, Rules, footprint
 from hadagen.problem import LEAST_LENGTH, DType, Rows
-from hadagen.steps.base import PACKED
-from hadagen.steps.draft import Draft
+from hadagen.steps.base import PACKED, Draft
 from hadagen.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Shape
 
 

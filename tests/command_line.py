@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from sample_bundle import hide_bundles, write_sample
+from sample_store import recorded
 from sample_trials import make_trial, times
 
 from hadagen import measure
@@ -18,7 +19,6 @@ from hadagen.cli.main import main
 from hadagen.errors import DeviceError
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Outcome
-from hadagen.tuning_db.store import Store
 
 TINY = ("--n", "2", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1")
 TINY_TUNE = ("tune", "--arch", "sm90", *TINY)
@@ -54,11 +54,8 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def database(tmp_path: Path) -> Path:
     """A tuning database of one winner and one failure."""
-    path = tmp_path / "trials.db"
-    with Store.open(path) as store:
-        store.record(make_trial(1, timings=times({1 << 13: 2.0, 1 << 23: 9.0})))
-        store.record(make_trial(2, outcome=Outcome.WRONG_ANSWER, timings=()))
-    return path
+    won = make_trial(1, timings=times({1 << 13: 2.0, 1 << 23: 9.0}))
+    return recorded(tmp_path / "trials.db", won, make_trial(2, outcome=Outcome.WRONG_ANSWER, timings=()))
 
 
 def run(*arguments: str | Path) -> Result:

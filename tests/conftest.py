@@ -11,12 +11,31 @@ from typing import Any
 
 import pytest
 from chromium import find_chromium
+from command_line import database, machine, sample
+from fake_device import fake_gpu
+from fleet_cluster import cluster
 from hypothesis import HealthCheck, settings
 from postgres import postgres, postgres_server
+from sample_store import any_store, empty, empty_on_server, path, place, store
 from slow import slow_cases
 from torch_releases import failing_here
 
-__all__ = ["postgres", "postgres_server"]  # fixtures; a session has one server only if no other module imports them
+# Fixtures of every test. A session has one server, and one empty database, only if no other module imports them.
+__all__ = [
+    "any_store",
+    "cluster",
+    "database",
+    "empty",
+    "empty_on_server",
+    "fake_gpu",
+    "machine",
+    "path",
+    "place",
+    "postgres",
+    "postgres_server",
+    "sample",
+    "store",
+]
 
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("hadagen", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
+
+import pytest
 
 WORKER = Path(__file__).with_name("emulated_worker.py")
 
@@ -58,6 +61,14 @@ class Cluster:
     def close(self) -> None:
         for process in self._started:
             end(process)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("HADAGEN_CACHE", os.environ.get("HADAGEN_CACHE", str(tmp_path / "cache")))
+    with closing(Cluster(tmp_path)) as made:
+        yield made
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -55,10 +55,11 @@ def write(path: Path, selection: Mapping[WinnerCell, Trial]) -> Path:
     return path
 
 
-def change(path: Path, *statements: str) -> None:
+def change(path: Path, *statements: str, given: Sequence[object] = ()) -> None:
+    """Executes statements in a file of SQLite. given: the values of their question marks."""
     with closing(sqlite3.connect(path)) as connection, connection:
         for statement in statements:
-            connection.execute(statement)
+            connection.execute(statement, given)
 
 
 def remake(path: Path, connect: Callable[[Path], sqlite3.Connection] = sqlite3.connect) -> None:

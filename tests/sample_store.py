@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import optuna
 import pytest
 from postgres import PostgresServer
 
 from hadagen.errors import StorageError
+from hadagen.trial import Trial, knobs_key
 from hadagen.tuning_db.store import Store
 
 
@@ -58,6 +61,13 @@ def any_store(place: Path | str) -> Iterator[Store]:
         yield store
 
 
+def recorded(path: Path, *trials: Trial) -> Path:
+    """Records trials in a database, which it makes if there is none; returns its path."""
+    with Store.open(path) as store:
+        store.record(*trials)
+    return path
+
+
 def refusal(path: Path) -> str:
     """The sentence with which a file is refused, and left as it was."""
     before = path.read_bytes() if path.is_file() else b""
@@ -67,3 +77,20 @@ def refusal(path: Path) -> str:
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
     return str(refused.value)
+
+
+def assert_each_once(store: Store) -> None:
+    ours = Counter((trial.problem.key, trial.environment.gpu, knobs_key(trial.knobs)) for trial in store.checked())
+    theirs = Counter(
+        (*problem_and_gpu(study.study_name), knobs_key(trial.params))
+        for study in optuna.study.get_all_study_summaries(store.url)
+        for trial in optuna.load_study(study_name=study.study_name, storage=store.url).trials
+    )
+    assert theirs == ours
+    assert set(ours.values()) == {1}
+
+
+def problem_and_gpu(study: str) -> tuple[str, str]:
+    """Of the name that `Study` gives it."""
+    problem, _, rest = study.partition(" on ")
+    return problem, rest.split(", ")[1]

@@ -39,7 +39,7 @@ from sample_trials import (
 from hadagen.arch import load_arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs, are_known
-from hadagen.launch import params_for
+from hadagen.operands import params_for
 from hadagen.problem import DType, Problem, Rows, Transform
 from hadagen.regimes import Cache, Destination, element_buckets
 from hadagen.scale import ScaleForm
@@ -154,14 +154,10 @@ def test_a_kernel_may_be_loaded_first(path: Path) -> None:
         Bundle.open(path).kernel("abc")
 
 
-def test_rows_that_belong_to_nothing_are_noticed(path: Path) -> None:
-    change(path, "INSERT INTO blobs VALUES (99, x'', x'')")
-    assert "blobs has rows that belong to no problem" in refusal(path)
-
-
-def test_trials_that_belong_to_nothing_are_noticed(path: Path) -> None:
-    change(path, "INSERT INTO trials (id, problem) VALUES (99, 99)")
-    assert "trials has rows that belong to no problem" in refusal(path)
+@pytest.mark.parametrize("row", ["blobs VALUES (99, x'', x'')", "trials (id, problem) VALUES (99, 99)"])
+def test_rows_that_belong_to_nothing_are_noticed(path: Path, row: str) -> None:
+    change(path, f"INSERT INTO {row}")
+    assert f"{row.split()[0]} has rows that belong to no problem" in refusal(path)
 
 
 def test_the_second_winner_of_a_cell_is_the_portable_one(tmp_path: Path) -> None:
@@ -179,11 +175,6 @@ def test_what_a_caller_does_to_a_list_of_entries_changes_no_bundle(path: Path) -
     bundle = Bundle.open(path)
     bundle.entries(PROBLEM).clear()
     assert bundle.entries(PROBLEM) == Bundle.open(path).entries(PROBLEM) != []
-
-
-def test_a_path_may_have_any_characters(tmp_path: Path) -> None:
-    path = write(tmp_path / "50%20? #1" / "sm90.db")
-    Bundle.open(path).verify()
 
 
 def test_both_regimes_are_kept_where_measured(path: Path) -> None:
@@ -208,8 +199,7 @@ def test_an_entry_has_the_times_of_its_own_destination(tmp_path: Path) -> None:
 
 def test_a_store_fills_a_bundle_without_reading_all_blobs(tmp_path: Path, path: Path) -> None:
     with Store.open(tmp_path / "trials.db") as store:
-        for trial in TRIALS:
-            store.record(trial)
+        store.record(*TRIALS)
         other = tmp_path / "other.db"
         write_bundle(other, "sm90", portfolio(store.trials(blobs=False)), store.kernel, {})
     assert other.read_bytes() == path.read_bytes()
@@ -377,8 +367,7 @@ def test_winners_with_a_matrix_and_signs_are_kept_from_trial_to_merged_bundle(pr
         make_trial(2, problem=problem, timings=times({counts[3]: 1.0})),
     ]
     with Store.open(tmp_path / "trials.db") as store:
-        for trial in found:
-            store.record(trial)
+        store.record(*found)
         assert store.trials(problem) == found
         make_bundle(store, "sm90", tmp_path / "made.db")
     merge_bundles([tmp_path / "made.db"], tmp_path / "merged.db")
@@ -451,10 +440,9 @@ def test_damage_is_noticed_when_a_kernel_is_loaded(path: Path) -> None:
     bundle = Bundle.open(path)
     assert bundle.kernel(PERSISTENT.digest).cubin == PERSISTENT.cubin
     change(path, "UPDATE blobs SET cubin = (SELECT ptx FROM blobs)")
-    with pytest.raises(StorageError, match=r"is damaged .* make it again with `hadagen bundle make`, .* or reinstall"):
-        bundle.kernel(PERSISTENT.digest)
-    with pytest.raises(StorageError, match="is damaged"):
-        bundle.verify()
+    for read in (lambda: bundle.kernel(PERSISTENT.digest), bundle.verify):
+        with pytest.raises(StorageError, match=r"is damaged .* make it again with `hadagen bundle make`, .* or reinst"):
+            read()
 
 
 @pytest.mark.parametrize("column", ["cubin", "ptx"])
@@ -540,12 +528,11 @@ def test_no_digest_makes_sound_what_no_search_finds(tmp_path: Path, column: str)
     for value in FORGED[column]:
         path = Path(shutil.copy(sound, tmp_path / "forged.db"))
         where = "key = 'arch'" if table == "meta" else "true"
-        with closing(sqlite3.connect(path)) as connection, connection:
-            connection.execute(f"UPDATE {table} SET {name} = ? WHERE {where}", (value,))
-            with suppress(TypeError, ValueError, RecursionError):  # a name that suits the launch, if it is one
-                launch = json.dumps(json.loads(value), sort_keys=True) if name == "launch" else ""
-                digest = sha256(b"cubin 1" + launch.encode())
-                connection.execute("UPDATE kernels SET digest = ? WHERE ? <> ''", (digest, launch))
+        change(path, f"UPDATE {table} SET {name} = ? WHERE {where}", given=(value,))
+        with suppress(TypeError, ValueError, RecursionError):  # a name that suits the launch, if it is one
+            launch = json.dumps(json.loads(value), sort_keys=True) if name == "launch" else ""
+            digest = sha256(b"cubin 1" + launch.encode())
+            change(path, "UPDATE kernels SET digest = ? WHERE ? <> ''", given=(digest, launch))
         remake(path)
         assert "is damaged (" in refusal(path), value
 
@@ -619,8 +606,7 @@ def test_pages_that_lead_to_themselves_are_not_followed_for_long(path: Path) -> 
 
 @pytest.mark.parametrize("column", ["cubin", "ptx"])
 def test_no_more_is_inflated_than_a_kernel_has(path: Path, column: str) -> None:
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(f"UPDATE blobs SET {column} = ?", (zlib.compress(bytes(4 * MOST_BYTES)),))
+    change(path, f"UPDATE blobs SET {column} = ?", given=(zlib.compress(bytes(4 * MOST_BYTES)),))
     tracemalloc.start()
     try:
         assert f"a compressed value has more than {MOST_BYTES} bytes" in refusal(path)
@@ -675,13 +661,13 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.close(held)
 
 
-def test_a_path_may_begin_with_two_slashes_or_be_no_utf8(path: Path) -> None:
-    Bundle.open(f"/{path}").verify()
-    other = path.parent / os.fsdecode(b"caf\xe9.db")
-    shutil.copy(path, other)
-    Bundle.open(other).verify()
-    write(other, TRIALS[:1])
-    assert Bundle.open(other).problems() == [PROBLEM]
+@pytest.mark.parametrize("name", ["50%20? #1/sm90.db", os.fsdecode(b"caf\xe9.db"), f"{'x' * 252}.db"])
+def test_a_path_may_have_any_characters(tmp_path: Path, name: str) -> None:
+    """Be no UTF-8, or as long as any, and begin with two slashes."""
+    for trials in (TRIALS, TRIALS[:1]):
+        path = write(tmp_path / name, trials)
+        Bundle.open(path).verify()
+        Bundle.open(f"/{path}").verify()
 
 
 def test_nothing_is_written_that_calls_would_refuse(path: Path) -> None:
@@ -724,10 +710,6 @@ def test_a_link_that_was_planted_is_not_followed(tmp_path: Path) -> None:
     Bundle.open(path).verify()
     with atomic_file(path) as new:
         assert stat.S_IMODE(new.parent.stat().st_mode) == 0o700
-
-
-def test_a_file_may_have_the_longest_name(tmp_path: Path) -> None:
-    Bundle.open(write(tmp_path / f"{'x' * 252}.db")).verify()
 
 
 # ---- files that are not ours -----------------------------------------------------------------------------------------

@@ -1,24 +1,32 @@
-"""Claims: runs that share a database do nothing twice, and what a dead one had under way is free again."""
+"""Runs that share a database do nothing twice, and fill the tables of Optuna as Optuna itself would."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
+from typing import Any
+from wsgiref.util import setup_testing_defaults
 
 import optuna
+import optuna_dashboard
 import pytest
 from fake_search import TRIALS, FakeRunner, exit_codes, options, problems, search_and_die
-from sample_store import any_store, empty, empty_on_server, path, place
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from hadagen.knobs import KNOB_NAMES
+from hadagen.regimes import REGIMES
 from hadagen.trial import Trial, knobs_key
+from hadagen.tuner import mirror
 from hadagen.tuner.events import Event, TrialFinished
+from hadagen.tuner.mirror import Mirror
 from hadagen.tuner.search import tune
 from hadagen.tuning_db import claims
 from hadagen.tuning_db.claims import LEASE_SECONDS, Claims
 from hadagen.tuning_db.store import Store
-
-__all__ = ["any_store", "empty", "empty_on_server", "path", "place"]  # fixtures
 
 (PROBLEM,) = problems(256)
 WORK = [(PROBLEM, name) for name in ("a", "b", "c")]
@@ -129,3 +137,72 @@ def test_processes_that_share_a_database_measure_nothing_twice(tmp_path: Path) -
     assert len(measured) == len(set(measured)) == 2 * TRIALS
     with Store.open(tmp_path / "trials.db") as store:
         assert len(store.trials()) == 2 * TRIALS
+
+
+# ---- Optuna's tables -------------------------------------------------------------------------------------------------
+RANGES = {"warps": CategoricalDistribution((1, 2, 4)), "load": CategoricalDistribution(("plain", "cp_async"))}
+
+
+def results() -> list[FrozenTrial]:
+    known = {"params": {"warps": 4, "load": "plain"}, "distributions": RANGES}
+    failed = create_trial(state=TrialState.PRUNED, constraints={"failed": 1.0}, **known)
+    return [create_trial(values=(0.5, 0.25, 1.0), **known), failed, create_trial(values=(0.0, 1e-30, 2.0), **known)]
+
+
+def told(trial: FrozenTrial) -> dict[str, object]:
+    names = ("number", "state", "values", "params", "distributions", "system_attrs", "constraints", "datetime_complete")
+    return {name: getattr(trial, name) for name in names}
+
+
+@pytest.mark.parametrize("schema", [mirror._KNOWN_SCHEMA, "of another Optuna"])
+def test_trials_are_as_optuna_itself_would_have_added_them(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch, schema: str
+) -> None:
+    monkeypatch.setattr(mirror, "_KNOWN_SCHEMA", schema)
+    added = results()
+    with Mirror(any_store) as tables:
+        assert (tables._tables is None) == (schema == "of another Optuna")
+        ours, theirs = tables.study("ours"), tables.study("theirs")
+        tables.add([])
+        tables.add([(ours, added[0]), (theirs, added[0]), (ours, added[1])])
+        tables.add([(ours, added[2])])
+        for trial in added[1:]:
+            theirs.add_trial(trial)
+    read = {name: optuna.load_study(study_name=name, storage=any_store.url) for name in ("ours", "theirs")}
+    assert [told(trial) for trial in read["ours"].trials] == [told(trial) for trial in read["theirs"].trials]
+    assert [trial.number for trial in read["ours"].trials] == [0, 1, 2]
+    assert read["ours"].metric_names == list(mirror.REGIMES)
+
+
+# ---- Optuna's dashboard ----------------------------------------------------------------------------------------------
+def get(app: Any, path: str) -> Any:
+    """What the dashboard answers to its page in a browser."""
+    environment: dict[str, Any] = {"PATH_INFO": path, "wsgi.input": BytesIO()}
+    setup_testing_defaults(environment)
+    status: list[str] = []
+    body = b"".join(app(environment, lambda line, headers, *_: status.append(line)))
+    assert status == ["200 OK"], (status, body)
+    return json.loads(body)
+
+
+def test_the_dashboard_shows_studies_and_trials(any_store: Store) -> None:
+    tune(options(any_store, FakeRunner(), problems=problems(64, 256)))
+    app = optuna_dashboard.wsgi(any_store.url)
+    studies = get(app, "/api/studies")["study_summaries"]
+    names = {study["study_name"]: study["study_id"] for study in studies}
+    assert sorted(name.partition(",")[0] for name in names) == [
+        "n256-float16-fast on sm90",
+        "n64-float16-fast on sm90",
+    ]
+    for name, number in names.items():
+        assert ", Test GPU, ranges " in name
+        shown = get(app, f"/api/studies/{number}")
+        assert shown["directions"] == ["maximize"] * 3
+        assert shown["objective_names"] == list(REGIMES)
+        trials = {knobs_key(trial.knobs): trial for trial in any_store.trials() if trial.problem.key == name.split()[0]}
+        assert len(shown["trials"]) == len(trials) == TRIALS
+        assert {trial["state"] for trial in shown["trials"]} == {"Complete"}
+        for trial in shown["trials"]:
+            params = {each["name"]: each["param_external_value"] for each in trial["params"]}
+            assert set(params) == set(KNOB_NAMES)
+            assert all(0 < value < 2 for value in trial["values"])

@@ -12,7 +12,7 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
-from command_line import BEST, TINY_TUNE, machine, run, sample, sentence, succeed
+from command_line import BEST, TINY_TUNE, run, sentence, succeed
 
 from hadagen.cli import options
 from hadagen.cli.main import MOVED, main
@@ -21,7 +21,6 @@ from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.problem import Problem, Transform
 from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
 
-__all__ = ["machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 
@@ -169,6 +168,7 @@ WRONG = {
     ("tune", "--n", "64-2"): "--n '64-2' is an empty range; write the smaller size first, as in 2-64",
     ("tune", "--dtype", "int8"): "dtype 'int8' is not supported",
     ("tune", "--numerics", "so-so"): "numerics 'so-so' is not supported",
+    ("tune", "--arch", ""): "arch '' is not known; choose one of sm75, sm80, ",
     ("tune", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
     ("tune", "--db", "mysql://host/db"): "database mysql is not supported; name a file or a postgresql:// URL",
     ("bench", "--n", "6"): "matrix = 'auto' has no matrices for 6 = 3 · 2^1 elements",

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import machine, run, sample, succeed
+from command_line import run, succeed
 from fake_nvml import FakeGpu, SilentGpu
 from real_compilers import needs_nvrtc
 from sample_bundle import write_trials
@@ -19,7 +19,6 @@ from hadagen.gpu_class import class_name
 from hadagen.runtime.device import Device
 from hadagen.tuning_db.bundle import Bundle
 
-__all__ = ["machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import json
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
-from command_line import BEST, TINY_TUNE, database, machine, raising, run, sample, sentence, succeed
-from fake_device import FakeDevice, fake_gpu
+from command_line import TINY_TUNE, raising, run, sentence, succeed
+from fake_device import FakeDevice
+from postgres import PASSWORD, PostgresServer
 from real_compilers import needs_nvcc
-from sample_bundle import write_sample
+from running import script
+from sample_bundle import change, write_sample, write_trials
+from sample_trials import H100, PROBLEM, make_kernel, make_trial
 
+import hadagen
 from hadagen import compilers, measure, nvrtc
 from hadagen.cli import options
 from hadagen.cli.output import report_failures
-from hadagen.errors import DeviceError, NoCompilerError
+from hadagen.errors import DeviceError, HadagenError, NoCompilerError, StorageError, printable
+from hadagen.runtime import bundles
 from hadagen.runtime.bundles import VARIABLE
+from hadagen.tuning_db import bundle_writer
+from hadagen.tuning_db.bundle import Bundle
 
-__all__ = ["database", "fake_gpu", "machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 
@@ -66,10 +73,6 @@ def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
     assert FakeDevice.compared == []
     assert FakeDevice.ranked == []
     assert (tmp_path / "notes.csv").read_text() == "n,time\n8,0.5\n"
-
-
-def test_tune_refuses_an_empty_arch() -> None:
-    assert "arch '' is not known; choose one of" in sentence(run("tune", "--arch", ""), 2)
 
 
 INTERRUPTED = """
@@ -131,39 +134,18 @@ def test_a_foreign_file_is_refused_and_left_alone(command: str, tmp_path: Path) 
     assert foreign.read_text() == "Dear Sir or Madam,\n" * 100
 
 
-def test_a_newer_bundle_is_refused(sample: Path) -> None:
-    with closing(sqlite3.connect(sample)) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    for arguments in (("bundle", "verify"), ("bundle", "list"), (*BEST, "256")):
-        assert "is a bundle of format 99, later than" in sentence(run(*arguments), 1)
-
-
-def test_a_newer_database_is_refused(database: Path) -> None:
-    with closing(sqlite3.connect(database)) as connection, connection:
-        connection.execute("UPDATE hadagen_schema_version SET version_num = '9999'")
-    for arguments in (("bundle", "list", "--db"), (*TINY_TUNE, "--db")):
-        assert "schema 9999" in sentence(run(*arguments, database), 1)
-
-
 def test_sound_bundles_are_told_of_beside_damaged_ones(sample: Path) -> None:
     succeed("bundle", "verify", sample)
     bad, other = (options.default_bundle("sm90").with_name(name) for name in ("bad.db", "good.db"))
     bad.parent.mkdir(parents=True)
     for path in (bad, other):
         shutil.copy(sample, path)
-    with closing(sqlite3.connect(bad)) as connection, connection:
-        connection.execute("UPDATE entries SET hot_us = hot_us + 1")
+    change(bad, "UPDATE entries SET hot_us = hot_us + 1")
     for command in (["bundle", "list"], ["bundle", "list", "--json"], ["bundle", "verify"]):
         result = run(*command)
         assert result.exit_code == 1
         assert str(other) in result.stdout
         assert "bad.db is damaged" in result.stderr.splitlines()[-1]
-
-
-def test_a_damaged_bundle_is_refused(sample: Path) -> None:
-    with closing(sqlite3.connect(sample)) as connection, connection:
-        connection.execute("UPDATE entries SET hot_us = 0.1")
-    assert "is damaged" in sentence(run("bundle", "verify", sample), 1)
 
 
 def test_a_read_only_database_is_refused_before_the_search(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +179,7 @@ def test_nvcc_stands_in_for_nvrtc_and_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_nvcc_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "nvcc"
-    fake.write_text("#!/bin/sh\necho out of order\nexit 1\n")
-    fake.chmod(0o755)
+    fake = script(tmp_path / "nvcc", "echo out of order", "exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     said = sentence(run("emit", "--n", "2", "--ptx", "--compiler", "nvcc"), 1)
     assert str(fake) in said
@@ -254,3 +234,148 @@ def test_what_an_encoding_lacks_is_replaced(encoding: str) -> None:
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"ref? / ?ref? against float64" in done.stdout
+
+
+# ---- a PostgreSQL server ---------------------------------------------------------------------------------------------
+def test_a_tune_and_its_bundle(postgres: str, postgres_server: PostgresServer, tmp_path: Path) -> None:
+    made = tmp_path / "sm90.db"
+    name = postgres.rpartition("/")[2]
+    place = f"postgresql+psycopg://hadagen:***@127.0.0.1:{postgres_server.port}/{name}"
+    tuned = run(*TINY_TUNE, "--json", "--db", postgres.replace("+psycopg", ""))
+    assert tuned.exit_code == 0, tuned.output
+    assert f"every trial is kept in {place}" in tuned.stderr
+    assert json.loads(tuned.stdout)["database"] == place
+    again = run(*TINY_TUNE, "--json", "--db", postgres)
+    assert json.loads(again.stdout)["trials_before"] == 1
+    bundled = run("bundle", "make", "--arch", "sm90", "--db", postgres, made)
+    listed = run("bundle", "list", "--json", "--db", postgres)
+    assert (bundled.exit_code, listed.exit_code) == (0, 0), bundled.output + listed.output
+    assert len(Bundle.open(made).problems()) == 1
+    assert place in listed.stdout
+    said = "".join(done.stdout + done.stderr for done in (tuned, again, bundled, listed))
+    assert PASSWORD not in said
+    assert postgres.split(":")[2].partition("@")[0] not in said  # as it is written in the URL
+
+
+def test_a_user_who_may_only_read_cannot_tune(postgres_server: PostgresServer, postgres: str) -> None:
+    succeed(*TINY_TUNE, "--db", postgres)
+    name = postgres.rpartition("/")[2]
+    postgres_server.execute("CREATE ROLE reader LOGIN PASSWORD 's3cret'")
+    postgres_server.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader", database=name)
+    reader = postgres_server.url(name, "reader", "s3cret")
+    said = sentence(run(*TINY_TUNE, "--db", reader), 1)
+    assert "is read-only for its user; have INSERT, UPDATE and DELETE on its tables granted, or name another" in said
+    assert "s3cret" not in said
+
+
+MISTYPED = (
+    "postgresql:/me:s3cret@host/x",
+    "postgresql:me:s3cret@host/x",
+    "postgresql//me:s3cret@host/x",
+    "postgresql;//me:s3cret@host/x",
+    "Postgres+psycopg:/me:s3cret@host/x",
+    " postgresql:/me:s3cret@host/x",
+    "me:s3cret@host/x",
+    "me:s3c/ret@host/x",
+    "//me:s3cret@host/x",
+    "host=here password=s3cret dbname=x",
+)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("postgresql://me:s3cret@host:port/x", "the URL of the database cannot be read; write such as postgresql://"),
+        ("postgresql://me:s3cret", "the URL of the database cannot be read; write such as postgresql://"),
+        ("://me:s3cret@host/x", "the URL of the database cannot be read; write such as postgresql://"),
+        *((url, "the database is neither a file nor a URL; write such as postgresql://") for url in MISTYPED),
+        ("postgresql://me:s3cr@et@host/x", "the URL of the database has two @; write %40"),
+        ("postgresql://me:s3c@ret/y@host/x", "the URL of the database has two @; write %40"),
+        ("postgresql+psycopg2://me:s3cret@host/x", "psycopg2://me:***@host/x names another driver than psycopg; "),
+        ("postgresql+foo://me:s3cret@host/x", "names another driver than psycopg; name a file or a postgresql:// URL"),
+        ("mysql://me:s3cret@host/x", "database mysql is not supported; name a file or a postgresql:// URL"),
+    ],
+)
+def test_a_url_that_cannot_be_shows_no_password(
+    url: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (("bundle", "list"), TINY_TUNE):
+        found = sentence(run(*command, "--db", url), 2)
+        assert said in found
+        assert not any(secret in found for secret in ("s3c", "et@", "ret"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["./me:s3cret@host.db", "sub/a:b@c.db", "a:b.db", "postgres/tune.db", "mysql.db"])
+def test_a_file_may_have_almost_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"there is no tuning database {name}; " in sentence(run("bundle", "list", "--db", name), 1)
+
+
+def test_messages_show_only_those_options_of_a_url_that_say_where_the_server_is() -> None:
+    for option in ("password", "passwd", "pwd", "sslpassword"):
+        url = f"postgresql://me@127.0.0.1:1/x?{option}=s3cret&host=127.0.0.1&connect_timeout=1"
+        assert "s3cret" not in sentence(run("bundle", "list", "--db", url), 1)
+
+
+def test_a_missing_driver_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_psycopg(name: str, *arguments: Any, **known: Any) -> Any:
+        if name == "psycopg":
+            raise ModuleNotFoundError("No module named 'psycopg'", name=name)
+        return real(name, *arguments, **known)
+
+    monkeypatch.setattr(builtins, "__import__", without_psycopg)
+    said = sentence(run("bundle", "list", "--db", "postgresql://me:s3cret@host/x"), 1)
+    assert said == (
+        "postgresql+psycopg://me:***@host/x needs the Python package psycopg, which is missing; "
+        "pip install 'hadagen[fleet]'"
+    )
+
+
+# ---- names that a terminal would obey --------------------------------------------------------------------------------
+EVIL = "\x1b[2Jwiped\x9b31m\r\nforged\u202eline\x07\x00"
+SHOWN = r"\x1b[2Jwiped\x9b31m\r\nforged\u202eline\x07\x00"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("best", "--arch", "sm90", "--n", "256", "--rows", "32", "--inplace"),
+        ("best", "--arch", "sm90", "--n", "512", "--rows", "32", "--device", EVIL),
+        ("bundle", "list"),
+        ("bundle", "show"),
+        ("bundle", "show", "--all"),
+        ("bundle", "verify"),
+        ("doctor",),
+        ("emit", "--n", EVIL),
+    ],
+    ids=" ".join,
+)
+def test_commands_show_control_characters_escaped(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = replace(H100, gpu=EVIL, driver=EVIL)
+    trial = make_trial(environment=environment, knobs={"chunks": EVIL}, kernel=make_kernel(nvcc=EVIL), date=EVIL)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(bundle_writer, "Bundle", MagicMock())
+        write_trials(bundles.user_directory() / "evil\x1b[2J.db", [trial])
+    (bundles.user_directory() / "worse\x1b[2J.db").write_bytes(b"no bundle")
+    result = run(*arguments)
+    said = result.stdout + result.stderr
+    assert all(line.isprintable() for line in said.split("\n")), said
+    assert r"\x1b[2J" in said
+    assert "\nforged" not in said
+
+
+def test_errors_and_warnings_of_the_library_show_them_escaped(tmp_path: Path) -> None:
+    assert str(HadagenError(f"from {EVIL}")) == f"from {SHOWN}"
+    assert printable("µs × café") == "µs × café"
+    assert printable("\udcff") == r"\udcff"
+    write_sample(bundles.user_directory() / "good.db")
+    (bundles.user_directory() / "bad\x1b[2J.db").write_bytes(b"no bundle")
+    with pytest.warns(RuntimeWarning, match=r"bad\\x1b\[2J.db is not a hadagen bundle"):
+        hadagen.best_config(PROBLEM, 1, arch="sm90")
+    with pytest.raises(StorageError) as caught:
+        bundles.Bundle.open(tmp_path / EVIL.replace("\x00", ""))
+    assert str(caught.value).isprintable()

@@ -1,8 +1,9 @@
-"""`hadagen tune`: what it tries, with a GPU that is made up and without one, and the bundle it leaves."""
+"""`hadagen tune`: what it tries, with a GPU that is made up and without one, the bundle it leaves, and its progress."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import signal
@@ -12,31 +13,66 @@ import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence, succeed
-from fake_device import FakeDevice, fake_gpu
-from fake_search import CELLS
+from command_line import SMALL_TUNE, TINY_TUNE, raising, run, sentence, succeed
+from fake_device import FakeDevice
+from fake_search import CELLS, FakeRunner, problems
 from sample_bundle import write_sample, write_trials
-from sample_trials import H200, PROBLEM, in_clusters, launch_for, make_kernel, make_trial, times
+from sample_store import recorded
+from sample_trials import H100, H200, PROBLEM, in_clusters, launch_for, make_kernel, make_trial, times
 
 from hadagen import measure
 from hadagen.arch import load_arch
-from hadagen.cli import options, tune
-from hadagen.cli.output import problem_cells
-from hadagen.errors import DeviceError
+from hadagen.cli import lanes, options, progress, tune
+from hadagen.cli.output import clock_text, problem_cells
+from hadagen.cli.progress import State, best_so_far, in_parts, shown
+from hadagen.measure import Answer, Variant
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.regimes import REGIMES, destinations, element_buckets
 from hadagen.runtime.bundles import VARIABLE, why_unused
-from hadagen.trial import Environment, Provenance
+from hadagen.trial import Disturbed, Environment, Outcome, Provenance, Timing, Trial
+from hadagen.tuner import search as tuning
+from hadagen.tuner.estimate import BUILT_AT_ONCE
+from hadagen.tuner.events import (
+    BatchBuilt,
+    Event,
+    Listener,
+    PairRaced,
+    ProblemFinished,
+    ProblemStarted,
+    RaceDisturbed,
+    SearchStarted,
+    TrialFinished,
+    TuneReport,
+)
+from hadagen.tuner.fleet import Summed
 from hadagen.tuner.search import TuneOptions
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio
 
-__all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> list[TuneOptions]:
+    """What was asked of searches, each of which ends at once."""
+    asked: list[TuneOptions] = []
+
+    def interrupted(options: TuneOptions, listen: Listener) -> TuneReport:
+        asked.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "tune", interrupted)
+    return asked
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "tune", raising(AssertionError("it searched")))
 
 
 def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
@@ -120,12 +156,11 @@ def test_the_table_has_every_problem_and_every_number_its_digits(capsys: pytest.
 
 
 def test_the_winners_of_a_tune_name_another_for_gpus_that_do_not_hold_one() -> None:
-    db = options.default_db()
-    db.parent.mkdir(parents=True)
-    fields = {"problem": PROBLEM.with_io(numerics=Numerics.FAST), "provenance": Provenance.ESTIMATED}
-    with Store.open(db) as store:
-        for blocks, chunks, us in ((16, 1, 1.5), (8, 2, 2.5)):
-            store.record(in_clusters(blocks, chunks, timings=times({1 << 16: us}), environment=Environment(), **fields))
+    fields: dict[str, Any] = {"provenance": Provenance.ESTIMATED, "environment": Environment()}
+    fields["problem"] = PROBLEM.with_io(numerics=Numerics.FAST)
+    trials = (in_clusters(16, 1, timings=times({1 << 16: 1.5}), **fields),)
+    trials += (in_clusters(8, 2, timings=times({1 << 16: 2.5}), **fields),)
+    recorded(options.default_db(), *trials)
     tuned = ("tune", "--n", "256", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "2")
     found = json.loads(succeed(*tuned, "--json"))["winners"]
     assert [(winner["us"], winner["portable"]) for winner in found] == [(1.5, False), (2.5, True)]
@@ -148,12 +183,8 @@ def test_what_is_tuned(
     names: str,
     kind: tuple[str, ...],
     ends: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    wanted: list[TuneOptions],
 ) -> None:
-    wanted: list[TuneOptions] = []
-    monkeypatch.setattr(
-        "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
-    )
     result = run("tune", "--n", "64", *arguments, *kind)
     expected = {f"n64-{name}{end}" for name in names.split() for end in ends}
     assert {problem.key for problem in wanted[0].problems} == expected
@@ -162,18 +193,14 @@ def test_what_is_tuned(
 
 
 @pytest.mark.parametrize("place", ["a directory", "beneath a file"])
-def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
+def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(place: str, tmp_path: Path, no_search: None) -> None:
     (tmp_path / "file").touch()
     path = tmp_path if place == "a directory" else tmp_path / "file" / "sm90.db"
     assert f"{path} cannot be written" in sentence(run(*TINY_TUNE, "--bundle", path), 1)
     assert not options.default_db().exists()
 
 
-def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
+def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, no_search: None) -> None:
     letter, database = tmp_path / "letter.txt", tmp_path / "tuning.db"
     letter.write_text("Dear reader")
     Store.open(database).close()
@@ -185,8 +212,9 @@ def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("db", ["{0}/new.db", "sqlite:///{0}/new.db", "{0}/sub/../new.db", "{0}/link.db", "new.db"])
-def test_one_file_is_not_both_database_and_bundle(db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
+def test_one_file_is_not_both_database_and_bundle(
+    db: str, no_search: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     new = tmp_path / "new.db"
     (tmp_path / "sub").mkdir()
@@ -272,15 +300,6 @@ def test_a_tune_without_time_says_that_nothing_was_found() -> None:
     assert result.stderr.splitlines()[-1].endswith("give hadagen tune --arch sm90 more time or more trials")
 
 
-def test_a_gpu_that_disappears_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "hadagen.tuner.search.tune", raising(DeviceError("CUDA device 0 was lost; restart the process"))
-    )
-    result = run(*TINY_TUNE)
-    assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == "hadagen: CUDA device 0 was lost; restart the process"
-
-
 def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
     result = run(*SMALL_TUNE, "--no-refine")
     assert result.exit_code == 0, result.output
@@ -292,12 +311,8 @@ def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
 
 
 def test_a_tune_begins_with_the_winners_there_are(
-    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_gpu: None, wanted: list[TuneOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted: list[TuneOptions] = []
-    monkeypatch.setattr(
-        "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
-    )
     bundle = write_sample(tmp_path / "winners.db", chunks=2)
     problem = Problem.of(256, DType.FLOAT16)
     monkeypatch.setenv(VARIABLE, str(bundle))
@@ -339,12 +354,13 @@ def test_a_tune_of_a_new_problem_begins_with_the_winners_of_a_similar_one(
     ],
 )
 def test_a_tune_begins_with_estimates_only_if_nothing_was_measured_on_its_arch(
-    others: list[dict[str, object]], chunks: list[int], fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    others: list[dict[str, object]],
+    chunks: list[int],
+    fake_gpu: None,
+    wanted: list[TuneOptions],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted: list[TuneOptions] = []
-    monkeypatch.setattr(
-        "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
-    )
     trials = [make_trial(2 << i, **fields) for i, fields in enumerate(others)]
     kernels = {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}
     write_bundle(tmp_path / "winners.db", trials[0].arch, portfolio(trials), kernels.__getitem__, {})
@@ -354,10 +370,7 @@ def test_a_tune_begins_with_estimates_only_if_nothing_was_measured_on_its_arch(
 
 
 def test_a_tune_reports_the_winners_of_its_own_gpu(fake_gpu: None) -> None:
-    db = options.default_db()
-    db.parent.mkdir(parents=True)
-    with Store.open(db) as store:
-        store.record(make_trial(problem=Problem.of(4, DType.FLOAT16, Numerics.FAST), environment=H200))
+    recorded(options.default_db(), make_trial(problem=Problem.of(4, DType.FLOAT16, Numerics.FAST), environment=H200))
     winners = json.loads(succeed(*SMALL_TUNE))["winners"]
     assert {winner["gpu"] for winner in winners} == {"Test GPU"}
 
@@ -377,3 +390,326 @@ def test_a_gpu_of_another_arch_is_not_measured(fake_gpu: None, monkeypatch: pyte
     volta = replace(ampere, compute_capability="7.0")
     monkeypatch.setattr(measure, "device_environment", lambda index=0: volta)
     assert sentence(run("tune", "--n", "2"), 2).startswith("arch 'sm70' is not known; choose one of sm75, sm80, ")
+
+
+# ---- between the sizes of the search ---------------------------------------------------------------------------------
+REFINE = ("tune", "--trials", "0", "--n")
+
+
+@pytest.fixture
+def one_is_faster(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 on which kernels of one chunk take 1 µs, and those of two 2 µs, wherever they are timed."""
+    monkeypatch.setattr(FakeDevice, "environment", H100)
+
+    def trial(self: FakeDevice, variant: Variant) -> Trial:
+        chunks = variant.knobs["chunks"]
+        answer = FakeDevice.refusals.get(chunks, Answer(Outcome.OK, ""))
+        timings = tuple(Timing(*cell, *(3 * [float(chunks)]), copy_us=1.0) for cell in self.cells[variant.problem])
+        fields = {"outcome": answer.outcome, "detail": answer.detail, "environment": H100, "timings": timings}
+        return make_trial(chunks, problem=variant.problem, kernel=variant.kernel, **fields)
+
+    monkeypatch.setattr(FakeDevice, "trial", trial)
+
+
+def fill(path: Path | None = None, **fields: Any) -> Path:
+    """A database in which one kernel of n = 256 wins at 1M elements, and another at 2M, by a lucky time; returns it."""
+    one = make_trial(1, timings=times({1 << 20: 1.0, 1 << 21: 2.0}), **fields)
+    other = make_trial(2, timings=times({1 << 20: 2.0, 1 << 21: 1.0}), **fields)
+    return recorded(path or options.default_db(), one, other)
+
+
+def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tmp_path: Path) -> None:
+    db = fill()
+    mine = options.default_bundle("sm90")
+    assert "1 of 3 winners are between the sizes of the search\n" in succeed(*REFINE, "128,256", "--contiguous")
+    entries = Bundle.open(mine).entries(PROBLEM)
+    assert [entry.knobs["chunks"] for entry in entries] == [1, 1, 2]
+    assert [entry.elements / (1 << 20) for entry in entries] == pytest.approx([1, 1.83, 2], rel=1e-2)
+    assert [entry.us for entry in entries] == [1.0, 1.0, 1.0]
+    with Store.open(db) as store:
+        assert [len(trial.timings) for trial in store.trials()] == [4 + 3 * 2] * 2  # at three counts in two regimes
+    other = tmp_path / "other.db"
+    report = json.loads(succeed(*REFINE, "256", "--bundle", other, "--json"))
+    assert (report["gpu"], report["database"], report["bundle"]) == (H100.gpu, str(db), str(other))
+    assert (report["between"], len(report["winners"]), report["trials"]) == (1, 3, 0)
+    assert other.read_bytes() == mine.read_bytes()
+    assert succeed("bundle", "make", tmp_path / "again.db").startswith(f"{tmp_path / 'again.db'}: 3 winners, 2 kernels")
+
+
+def test_only_winners_between_are_counted(one_is_faster: None) -> None:
+    """And neither what is for GPUs that hold no large clusters nor what wins for other problems."""
+    of_another = make_trial(problem=replace(PROBLEM, transform=Transform(512)), timings=times({1 << 20: 1.0}))
+    recorded(fill(), of_another, in_clusters(16, 1, timings=times({1 << 20: 1.0, 1 << 21: 2.0})))
+    assert "1 of 5 winners are between" in succeed(*REFINE, "256", "--contiguous")
+
+
+def sizes_timed() -> set[int]:
+    with Store.open(options.default_db()) as store:
+        return {timing.elements for trial in store.trials() for timing in trial.timings}
+
+
+def test_a_tune_times_the_best_between_its_sizes_unless_told_not_to(fake_gpu: None) -> None:
+    of_the_search = {elements for elements, _ in CELLS}
+    assert "winners are between" not in succeed(*SMALL_TUNE[:-1], "--no-refine")
+    assert sizes_timed() == of_the_search
+    result = run(*SMALL_TUNE[:-1])
+    assert " winners are between the sizes of the search\n" in result.stdout
+    assert "refining: timing 3 kernels between the sizes of the search\n" in result.stderr
+    assert sizes_timed() == of_the_search | {1 << 18, 1 << 24}  # the middles of its gaps
+
+
+def test_a_tune_without_a_gpu_refines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it refined")))
+    assert json.loads(succeed(*TINY_TUNE, "--json"))["between"] == 0
+    for arguments in ((*REFINE, "2"), (*REFINE, "2", "--arch", "sm90", "--no-refine")):
+        said = "trials = 0 leaves only refining, which needs a GPU of sm90 and no --no-refine; give 1 trial or more"
+        assert sentence(run(*arguments), 2) == said
+
+
+def test_the_time_budget_is_for_the_search_and_refining_together(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[float | None] = []
+    deadlines: list[float] = []
+    search = tuning.tune
+
+    def noted(wanted: TuneOptions, listen: Listener) -> TuneReport:
+        budgets.append(wanted.time_budget)
+        return search(wanted, listen)
+
+    monkeypatch.setattr(tuning, "tune", noted)
+    monkeypatch.setattr("hadagen.tuner.refine.refine", lambda *arguments: deadlines.append(arguments[-1]) or [PROBLEM])
+    before = time.monotonic()
+    succeed(*SMALL_TUNE, "--time-budget", "1000")
+    after = time.monotonic()
+    succeed(*SMALL_TUNE, "--time-budget", "1000", "--no-refine")
+    succeed(*SMALL_TUNE)
+    assert budgets == [800, 1000, None]
+    (deadline, unlimited) = deadlines
+    assert before + 1000 <= deadline <= after + 1000
+    assert unlimited == math.inf
+
+
+def test_where_the_time_ends_while_refining_the_report_says_so(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.monotonic
+
+    def late(*_: object) -> list[Problem]:
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 2000)
+        return [PROBLEM]
+
+    monkeypatch.setattr("hadagen.tuner.refine.refine", late)
+    assert json.loads(succeed(*SMALL_TUNE, "--time-budget", "1000"))["stopped"] == "out of time"
+
+
+def test_of_several_tunes_the_last_refines(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = tuning.tune
+    monkeypatch.setattr(tuning, "tune", lambda *arguments: replace(search(*arguments), under_way=2))
+    monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it refined")))
+    assert "other runs have 2 trials under way" in succeed(*SMALL_TUNE[:-1])
+
+
+def test_where_no_kernel_works_here_there_is_nothing_to_refine_and_others_keep_their_winners(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(problem=problems(4)[0])
+    trial = FakeDevice.trial
+    wrong = {"outcome": Outcome.WRONG_ANSWER, "timings": ()}
+    monkeypatch.setattr(FakeDevice, "trial", lambda self, variant: replace(trial(self, variant), **wrong))
+    report = json.loads(succeed(*SMALL_TUNE))
+    assert (report["outcomes"], report["winners"], report["between"]) == ({"wrong_answer": 3}, [], 0)
+    assert Bundle.open(report["bundle"]).gpus() == [H100.gpu]
+
+
+def test_an_interrupt_while_refining_keeps_what_was_searched(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.tuner.refine.refine", raising(KeyboardInterrupt()))
+    result = run(*SMALL_TUNE)
+    assert result.exit_code == 1
+    said, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of what has won so far: hadagen ")
+    assert said.startswith("hadagen: interrupted; every finished trial is kept in ")
+    searched = options.default_bundle("sm90").read_bytes()
+    assert ": 6 winners, " in succeed(*shlex.split(command))
+    assert options.default_bundle("sm90").read_bytes() == searched
+
+
+def test_refining_alone_is_refused_where_nothing_was_tuned_or_can_be_kept(
+    one_is_faster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = fill(tmp_path / "h20.db", environment=replace(H100, gpu="NVIDIA H20"))
+    result = run(*REFINE, "256", "--db", db)
+    said = f"hadagen: {db} has no trial of such problems on {H100.gpu}; tune them here first"
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, said)
+    assert not options.default_bundle("sm90").exists()
+    assert "there is no tuning database" in sentence(run(*REFINE, "256"), 1)
+    assert not options.default_db().exists()
+    write_trials(options.default_bundle("sm90"), [make_trial(problem=replace(PROBLEM, transform=Transform(512)))])
+    monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it measured")))
+    assert f"has winners that {fill()} has no working trial of" in sentence(run(*REFINE, "512"), 2)
+    monkeypatch.setattr("hadagen.tuning_db.database._writable", lambda path: False)
+    said = sentence(run(*REFINE, "256", "--db", db), 1)
+    assert said.startswith(f"{db} is read-only; make it and its directory writable, or name another")
+
+
+def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(
+    one_is_faster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = fill()
+    monkeypatch.setattr(lanes, "MOST_FAILURES", 1)
+    FakeDevice.refusals[2] = Answer(Outcome.WRONG_ANSWER, "it is off")
+    result = run(*REFINE, "256")
+    said = result.stderr.splitlines()[-1]
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert said.endswith("that many fail where the device does; run hadagen doctor")
+    assert not options.default_bundle("sm90").exists()
+    with Store.open(db) as store:
+        assert [(trial.outcome, len(trial.timings)) for trial in store.trials()] == [(Outcome.OK, 6), (Outcome.OK, 4)]
+
+
+def test_kernels_that_a_busy_gpu_prevents_are_named_once_and_the_others_go_on(
+    one_is_faster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill()
+    plain = FakeDevice.trial
+
+    def trial(self: FakeDevice, variant: Variant) -> Any:
+        busy = Disturbed("process 12 uses the GPU", "stop it")
+        return busy if variant.knobs["chunks"] == 2 else plain(self, variant)
+
+    monkeypatch.setattr(FakeDevice, "trial", trial)
+    result = run(*REFINE, "256")
+    said = "kernels of n256-float16-accurate were not timed again, because process 12 uses the GPU; stop it"
+    assert (result.exit_code, result.stderr.count(said)) == (1, 1)
+    assert len({entry.kernel for entry in Bundle.open(options.default_bundle("sm90")).entries(PROBLEM)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kernels", "advice"),
+    [(Outcome.WRONG_ANSWER, 1, "it wins nothing any more"), (Outcome.TIMEOUT, 2, "it was left out")],
+)
+def test_a_kernel_that_fails_by_now_is_named_once_and_the_others_go_on(
+    one_is_faster: None, outcome: Outcome, kernels: int, advice: str
+) -> None:
+    """What is wrong wins no more; what takes too long does where it did."""
+    fill()
+    FakeDevice.refusals[1] = Answer(outcome, "it is off")
+    result = run(*REFINE, "256")
+    assert (result.exit_code, "0 of 2 winners are between" in result.stdout) == (1, True)
+    entries = Bundle.open(options.default_bundle("sm90")).entries(PROBLEM)
+    assert len({entry.kernel for entry in entries}) == kernels
+    said = f"for n256-float16-accurate ended as {outcome.value}: it is off; {advice}"
+    assert [line.endswith(said) for line in result.stderr.splitlines() if " ended as " in line] == [True]
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+SCORES = (0.5, 0.75, 1.0)
+
+
+def test_progress_says_how_far_the_search_is_and_what_time_is_left() -> None:
+    now = [0.0]
+    state = State(time_budget=1000.0, clock=lambda: now[0])
+    state.listen(SearchStarted(problems=1, trials=103, finished=2, environment=FakeRunner.environment, estimated=False))
+    assert (state.counts, state.seconds_left) == ("2 of 103 trials", 1000.0)
+    for finished in range(3, 23):
+        now[0] += 2.0
+        state.listen(TrialFinished(make_trial(), SCORES, finished, trials=103))
+    assert (state.counts, state.seconds_left) == ("22 of 103 trials (20 ok)", 2.0 * 81)
+    state.listen(TrialFinished(make_trial(outcome=Outcome.TIMEOUT), SCORES, 23, trials=103))
+    assert state.counts == "23 of 103 trials (20 ok, 1 timeout)"
+    assert state.now == "n256-float16-accurate: best so far, as fraction of copy: latency 0.50, L2 0.75, memory 1.00"
+    assert best_so_far((0.0, 0.0421, 1.0)).endswith(": latency -, L2 0.042, memory 1.00")  # the first is not timed
+    state.listen(PairRaced(make_trial().problem, (0.01,)))
+    assert state.counts == "23 of 103 trials (20 ok, 1 timeout, 1 pairs raced)"
+    now[0] = 999.0
+    assert state.seconds_left == 1.0
+    now[0] = 1001.0
+    assert state.seconds_left == 0.0
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown(None) as listen:
+        listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
+        listen(ProblemFinished(make_trial().problem, 2, SCORES))
+        listen(ProblemFinished(make_trial().problem, 0, SCORES))
+    finished, without = capsys.readouterr().err.splitlines()[-2:]
+    assert finished.startswith("n256-float16-accurate: 2 trials, best so far")
+    assert without.startswith("n256-float16-accurate: no choice of knobs is legal on this arch")
+
+
+@pytest.mark.parametrize(
+    ("names", "of_problem", "of_note"), [(("A",), "", ""), (("A", "B"), " on B", "B: ")], ids=["one", "two"]
+)
+def test_lines_name_the_class_where_a_fleet_has_several(
+    names: tuple[str, ...], of_problem: str, of_note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem, state = make_trial().problem, State(None)
+    with shown(None) as listen:
+
+        def both(event: Event) -> None:
+            listen(event)
+            state.listen(event)
+
+        summed = Summed(both, len(names))
+        for i, name in enumerate(names):
+            environment = replace(FakeRunner.environment, gpu=name)
+            summed.of(i)(SearchStarted(1, 2, 0, environment, estimated=False))
+        tell = summed.of(len(names) - 1)
+        tell(ProblemFinished(problem, 0, SCORES))
+        tell(RaceDisturbed(problem, "it is busy"))
+        tell(TrialFinished(make_trial(), SCORES, 1, trials=2))
+        assert state.now.startswith(f"{problem.key}{of_problem}: best so far")
+        tell(PairRaced(problem, (0.01,)))
+        assert state.now == f"{problem.key}{of_problem}: racing near-ties"
+    finished, note = capsys.readouterr().err.splitlines()[1:]
+    assert finished.startswith(f"{problem.key}{of_problem}: no choice of knobs")
+    assert note == f"{of_note}it is busy"
+
+
+@pytest.mark.parametrize(
+    ("estimated", "trying"), [(True, "verifying kernels on the CPU"), (False, "measuring kernels")]
+)
+def test_until_the_first_trial_lines_say_at_once_what_is_done(
+    estimated: bool, trying: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = 2 * BUILT_AT_ONCE + 1
+    with shown(None) as listen:
+        listen(SearchStarted(problems=1, trials=2, finished=0, environment=FakeRunner.environment, estimated=estimated))
+        listen(ProblemStarted(make_trial().problem, 0))
+        build: Any = in_parts(lambda sources: sources, listen)
+        assert build([*range(count)]) == [*range(count)]
+        assert build([1, 2]) == [1, 2]
+        listen(BatchBuilt(fresh=count, known=0, failed=0, seconds=1.0))
+        build([1, 2])  # the next batch
+        listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
+        build([1, 2])
+    done = ["choosing kernels", "choosing kernels: problem 1 of 1"]
+    done += [f"building kernels: {i} of {count}" for i in (0, BUILT_AT_ONCE, 2 * BUILT_AT_ONCE, count)]
+    done += [f"building kernels: {i} of {count + 2}" for i in (count, count + 2)]
+    assert capsys.readouterr().err.splitlines() == [*done, trying]
+
+
+def test_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with shown(None) as listen:
+        for finished in range(1, 13):
+            now[0] += 4.0
+            listen(TrialFinished(make_trial(), SCORES, finished, trials=12))
+    counts = [line.split(" of ")[0] for line in capsys.readouterr().err.splitlines()[1:]]
+    assert counts == ["3", "6", "9", "12"]
+
+
+def test_a_time_is_shown_as_on_a_clock() -> None:
+    assert [clock_text(seconds) for seconds in (0.0, 187.9, 4000.0, None)] == ["0:00", "3:07", "66:40", "?:??"]
+
+
+def test_progress_is_drawn_on_a_terminal() -> None:
+    from rich.console import Console
+
+    state = State(time_budget=None)
+    state.listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(state)
+    bar, counts, now = captured.get().splitlines()
+    assert bar.startswith("━")
+    assert counts.strip() == "1 of 2 trials (1 ok), ?:?? left"
+    assert now.startswith("n256-float16-accurate: best so far")

@@ -65,6 +65,15 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def drawn(documents: Path) -> Path:
+    """The same, with all that is made of them."""
+    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
+    refresh.main([])
+    assert refresh.outdated() == []
+    return documents
+
+
 OURS = "ours.csv"  # in place of what the shipped bundle has
 PARTS = {
     "README.md": ("numbers", "models"),
@@ -193,11 +202,9 @@ def test_one_odd_time_of_a_copy_changes_nothing(documents: Path) -> None:
     assert read_times() == times
 
 
-def test_times_of_the_bench_are_those_of_rows_that_are_not_pitched(documents: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
-    refresh.main([])
-    (documents / OURS).write_text(
-        (documents / OURS).read_text().replace("1.0,1.0,n128-float16-fast,", "9.0,1.0,n128-float16-fast,")
+def test_times_of_the_bench_are_those_of_rows_that_are_not_pitched(drawn: Path) -> None:
+    (drawn / OURS).write_text(
+        (drawn / OURS).read_text().replace("1.0,1.0,n128-float16-fast,", "9.0,1.0,n128-float16-fast,")
     )
     assert refresh.outdated() == []
     files.BENCH.write_text(files.BENCH.read_text().replace("0.00043", "0.00044", 1))
@@ -312,10 +319,7 @@ def test_what_limits_rotations(documents: Path) -> None:
     assert "`accurate` is 2.5 times as fast as two products, and 8.0 times as one" in products_table()
 
 
-def test_what_lies_between(documents: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
-    refresh.main([])
-    assert refresh.outdated() == []
+def test_what_lies_between(drawn: Path) -> None:
     head = {"gpu": "NVIDIA H100", "destination": "in-place", "variants": 9}
     losses = {(64, 3): 0.0, (64, 5): 0.21, (128, 7): 0.0, (128, 9): 0.0}
     write_table(
@@ -324,7 +328,7 @@ def test_what_lies_between(documents: Path) -> None:
     )
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
-    text = (documents / "performance.md").read_text()
+    text = (drawn / "performance.md").read_text()
     words = text_of(text)
     assert "On an NVIDIA H100, over 2 problems with 2 row counts each, a call loses 4.9% (geometric mean)" in words
     assert "known, and 21.0% where it loses most:" in words
@@ -333,14 +337,12 @@ def test_what_lies_between(documents: Path) -> None:
     write_table(files.BETWEEN_H200, rows)
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
-    words = text_of((documents / "performance.md").read_text())
+    words = text_of((drawn / "performance.md").read_text())
     assert "On an NVIDIA H200, over 1 problems with 1 row counts each, a call loses 3.0% (geometric mean)" in words
 
 
-def test_what_the_ideas_are_worth(documents: Path) -> None:
+def test_what_the_ideas_are_worth(drawn: Path) -> None:
     """The best kernel with an idea against the best without, size by size; of recordings that know its knob."""
-    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
-    refresh.main([])
     files.RECORDINGS.mkdir()
     cells = [[1 << 16, "in-place", "hot"], [1 << 20, "in-place", "hot"]]
     trials = [("plain", [4.0, 8.0]), ("plain", [5.0, 6.0]), ("cp_async", [2.0, 9.0]), ("cp_async", [3.0, 8.0])]
@@ -358,7 +360,7 @@ def test_what_the_ideas_are_worth(documents: Path) -> None:
         f"| idea | n | 64 K | 1 M |\n| --- | --- | ---: | ---: |\n{first}\n|  | 4096, float16, fast | 2.00 | 0.75 |\n"
     )
     begin, end = refresh.markers("choices")
-    assert f"{begin}\n{table}{end}" in (documents / "experiments.md").read_text()
+    assert f"{begin}\n{table}{end}" in (drawn / "experiments.md").read_text()
 
 
 def test_what_the_same_bits_cost(documents: Path) -> None:
@@ -375,27 +377,20 @@ def test_what_the_same_bits_cost(documents: Path) -> None:
     assert second == "| 256 to 1024 | – | 100.0% (300%) |"
 
 
-def test_the_cost_of_calls(documents: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
-    refresh.main([])
+def test_the_cost_of_calls(drawn: Path) -> None:
     data = {"gpu": "NVIDIA H100", "python": "3.12.1", "torch": "2.11.0", "tensor": "[64, 128] float16"}
     files.CALLS.write_text(json.dumps({**data, "us": {"in place": 4.56, "out of place": 7}, "ms": {"first": 31.4}}))
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
     assert refresh.outdated() == []
-    text = (documents / "performance.md").read_text()
+    text = (drawn / "performance.md").read_text()
     head = "On an NVIDIA H100, with Python 3.12.1 and PyTorch 2.11.0, for a [64, 128]"
     assert text.startswith(f"before\n{refresh.markers('calls')[0]}\n{head}")
     assert "| in place | 4.6 |\n| out of place | 7.0 |\n" in text
     assert "| once in a process | ms |\n| --- | ---: |\n| first | 31 |\n" in text
-    (documents / "performance.md").write_text("no markers")
-    with pytest.raises(SystemExit, match=r"performance.md has no .* put the two markers back"):
-        refresh.outdated()
 
 
-def test_the_curves_of_searches(documents: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
-    refresh.main([])
+def test_the_curves_of_searches(drawn: Path) -> None:
     assert not files.SEARCH_PICTURE.exists()
     curves = {"hadagen": [0.5] * 59 + [0.99], "random": [0.4] * 59 + [0.9]}
     theirs = {"pso": [0.45] * 59 + [0.95]}
@@ -439,7 +434,7 @@ def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
     with pytest.raises(SystemExit, match="is missing; make it with hadagen bench --csv"):
         refresh.main([])
     (documents / "README.md").write_text("no markers")
-    with pytest.raises(SystemExit, match="put the two markers back"):
+    with pytest.raises(SystemExit, match=r"README.md has no .* put the two markers back"):
         refresh.outdated()
 
 

@@ -6,27 +6,26 @@ Each run ends by itself or with one sentence, and the same command goes on.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
-from each_once import assert_each_once
 from fleet_cluster import Cluster, end
 from postgres import PostgresServer
+from sample_store import assert_each_once
 
 from hadagen.trial import knobs_key
 from hadagen.tuning_db.store import Store
 
-TUNE = Path(__file__).with_name("impatient_tune.py")
+# A tune that gives up a worker sooner when it is silent.
+TUNE = "from hadagen.fleet import client; client.SILENT_SECONDS = 5.0; from hadagen.cli.main import main; main()"
 PROBLEM = "n64-float16-fast"
 TRIALS = 8  # of each class
 SECONDS = 0.25  # that a measurement takes
@@ -63,7 +62,7 @@ class Breakable:
     def run(self, database: str, folder: Path, faults: list[str]) -> tuple[int, str, list[str]]:
         """Start a tune, and let some of these faults happen. Returns its exit code, what it said, and which did."""
         said = folder / "said"
-        command = [sys.executable, str(TUNE), "tune", "--fleet", self._cluster.address, "--db", database]
+        command = [sys.executable, "-c", TUNE, "tune", "--fleet", self._cluster.address, "--db", database]
         command += ["--problem", PROBLEM, "--no-refine", "--from-scratch", "--trials", str(TRIALS), "--json"]
         with said.open("wb") as errors:
             self.tune = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
@@ -120,15 +119,6 @@ class Breakable:
 
 
 KINDS = sorted(name for name in vars(Breakable) if name.startswith(("a_", "the_")))
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setenv("HADAGEN_CACHE", os.environ.get("HADAGEN_CACHE", str(tmp_path / "cache")))
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def kept(database: str) -> set[Key]:

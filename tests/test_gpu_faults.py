@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_tune import FaultyTune
-from gpu_faults import FAULTS, broken_kernel, broken_source
+from faulty_tune import FAULTS, FaultyTune, broken_kernel, broken_source
 from real_compilers import needs_compiler
 
 from hadagen.arch import load_arch

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from machine_case import COPY, Case
+from running import script
 
 from hadagen import emulator, programs
 from hadagen.cache import KernelCache
@@ -57,32 +58,25 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_host([Case("any", COPY).source])
 
 
-def fake_compiler(path: Path, script: str) -> str:
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("line", "says"),
     [
         ("[ $1 = --version ] || { echo broken >&2; exit 1; }", "cannot build an empty library: broken; set CXX"),
         ("echo done >&2", "cannot build an empty library: empty.so was not written; set CXX"),
     ],
 )
 def test_a_compiler_that_compiles_nothing_is_not_the_sources_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
 ) -> None:
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", script))
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", line)))
     with pytest.raises(ToolchainError, match=says) as caught:
         compile_host([Case("any", COPY).source], cache_directory=tmp_path)
     assert not isinstance(caught.value, HostCompileError)
 
 
 def test_a_compiler_that_is_no_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "c++"
+    path = script(tmp_path / "c++")
     path.write_text("no program")
-    path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
     with pytest.raises(ToolchainError, match=r"cannot be run .*; set CXX to a C"):
         compile_host([Case("any", COPY).source])
@@ -110,13 +104,13 @@ def test_only_what_the_same_compiler_built_of_the_same_sources_is_found(
     compile_host([once], cache_directory=tmp_path)
     compile_host([other], cache_directory=tmp_path)
     assert len(list((tmp_path / "host").iterdir())) == 2
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", "[ $1 = --version ]"))
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "[ $1 = --version ]")))
     with pytest.raises(ToolchainError, match="cannot build an empty library"):
         compile_host([once], cache_directory=tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("line", "says"),
     [
         ("kill -9 $$", "was killed by signal 9"),
         ("echo 'c++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1", "Killed signal terminated"),
@@ -124,9 +118,9 @@ def test_only_what_the_same_compiler_built_of_the_same_sources_is_found(
     ],
 )
 def test_the_death_of_a_compiler_says_nothing_of_a_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
 ) -> None:
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", f"[ $1 = --version ] || {{ {script}; }}"))
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", f"[ $1 = --version ] || {{ {line}; }}")))
     with pytest.raises(HostCompilerDied, match=f"{says}.*; run the same command again"):
         compile_host([Case("any", COPY).source], cache_directory=tmp_path)
     assert os.listdir(tmp_path / "work") == []
@@ -136,8 +130,7 @@ def test_a_compiler_that_was_moved_is_the_same(tmp_path: Path, monkeypatch: pyte
     """Other options, another version or another CPU make another."""
 
     def identity(folder: str, options: str, version: str, machine: str) -> object:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        program = fake_compiler(tmp_path / folder / "c++", f"echo {version}; echo InstalledDir: {tmp_path / folder}")
+        program = script(tmp_path / folder / "c++", f"echo {version}; echo InstalledDir: {tmp_path / folder}")
         monkeypatch.setattr("platform.machine", lambda: machine)
         emulator._compiler.cache_clear()
         return emulator._compiler(f"{program} {options}").identity
@@ -174,14 +167,6 @@ def test_a_full_disk_is_not_taken_for_a_wrong_source(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(StorageError, match="No space left on device"):
         compile_host([Case("broken", "no_such_primitive();").source], cache_directory=tmp_path)
-
-
-def test_a_compiler_is_out_of_reach_of_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what it had not finished would pass for a source that does not compile."""
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", f"cut -d' ' -f6 /proc/$$/stat > {tmp_path}/session"))
-    with pytest.raises(ToolchainError):
-        compile_host([Case("any", COPY).source], cache_directory=tmp_path)
-    assert int((tmp_path / "session").read_text()) != os.getsid(0)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""A tune that is killed again and again, at random moments, or whose helpers are: the same command goes on, and its
-database ends up equal to that of a run that nobody disturbed.
-
-    python -m pytest tests/test_kills.py --kills 100 --figures docs/data
-"""
+"""A tune that is killed again and again, and one whose kernels are broken: it ends like one that nobody disturbed."""
 
 from __future__ import annotations
 
@@ -15,20 +11,28 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_search
 from fake_search import arch, make_kernel, options, problems, processes
+from faulty_tune import FAULTS, FaultyTune, broken_kernel, broken_source
 from measure_sample import SPEC
+from real_compilers import needs_compiler
+from running import is_running, wait_until
 from timed_by_digest import TimesByDigest
 
 from hadagen import programs
-from hadagen.arch import Arch
+from hadagen.arch import Arch, load_arch
+from hadagen.codegen import render
 from hadagen.launch import Source
 from hadagen.measure import DeviceRunner
-from hadagen.space import Space
-from hadagen.toolchain import BuildFailure
-from hadagen.trial import Kernel, NotTried, knobs_key
+from hadagen.measure.messages import Answer, Measure, Race
+from hadagen.problem import Problem
+from hadagen.space import Space, build_plan
+from hadagen.toolchain import BuildFailure, Toolchain
+from hadagen.trial import Kernel, NotTried, Outcome, knobs_key
 from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio
@@ -87,12 +91,6 @@ def winners(database: Path) -> dict[str, str]:
     with Store.open(database) as store:
         chosen = portfolio(store.trials())
     return {str(cell): trial.kernel.digest for cell, trial in chosen.items() if trial.kernel}
-
-
-def is_running(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def helpers_of(pid: int) -> dict[int, str]:
@@ -163,9 +161,76 @@ def test_a_tune_that_is_killed_at_random_moments_ends_like_one_that_was_not(
         assert content(database) == expected
         assert winners(database) == winners(undisturbed)
         schedules += 1
-    for _ in range(200):
-        if not any(map(is_running, killer.seen)):
-            break
-        time.sleep(0.05)
-    assert not [pid for pid in killer.seen if is_running(pid)]
+    wait_until(lambda: not any(map(is_running, killer.seen)))
     figure("kills", {**dict(sorted(killer.killed.items())), "databases": schedules, "trials": len(expected)})
+
+
+# ---- broken kernels --------------------------------------------------------------------------------------------------
+# What a process with a GPU meets, and how its trial ends.
+ENDS = {
+    "crashes": Outcome.LAUNCH_FAILED,
+    "hangs": Outcome.TIMEOUT,
+    "loses_the_device": Outcome.LAUNCH_FAILED,
+    "is_refused": Outcome.LAUNCH_FAILED,
+    "garbage": Outcome.WRONG_ANSWER,
+    "unstable": Outcome.UNSTABLE,
+}
+SILENCE_S = 0.5
+
+
+class FaultyService(TimesByDigest):
+    """Kernels do what their entry says."""
+
+    usable = True
+
+    def handle(self, request: Measure | Race) -> Any:
+        assert isinstance(request, Measure)
+        entry = request.kernel.entry
+        if entry == "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif entry == "hangs":
+            with self._watch.on():
+                time.sleep(1e6)
+        elif entry in ("loses_the_device", "is_refused"):
+            self.usable = entry == "is_refused"
+            raise RuntimeError("an illegal memory access was encountered")
+        elif entry in ENDS:
+            return Answer(ENDS[entry], entry)
+        return super().handle(request)
+
+    def is_usable(self) -> bool:
+        return self.usable
+
+
+def named(entry: str) -> Callable[[Source], Kernel]:
+    return lambda source: replace(make_kernel(source), entry=entry)
+
+
+def test_broken_kernels_end_as_what_they_are_and_spoil_nothing_else(tmp_path: Path) -> None:
+    searched = arch(chunks=(1, 2), warps=(1, 2), butterfly_carrier=("fp32",), min_blocks=(1,))
+    faults = {entry: named(entry) for entry in ENDS}
+    faulty = FaultyTune(tmp_path, searched, problems(256), 24, fake_search.build, faults)
+    with DeviceRunner(
+        0, [make_kernel(Source("copy", "", SPEC))], silence_s=SILENCE_S, make_service=FaultyService
+    ) as runner:
+        compared = faulty.compare(runner)
+    assert {found.fault: found.trial.outcome for found in compared.found} == ENDS
+    assert compared.changed == []
+    sound, with_faults = compared.winners
+    assert sound == with_faults != {}
+    assert all(found.lost < runner._timeout_s for found in compared.found)  # a hang is noticed by its silence
+
+
+@needs_compiler
+def test_the_faults_for_a_gpu_compile() -> None:
+    problem, sm90 = Problem.of(1024, "float16"), load_arch("sm90")
+    source = render(build_plan(problem, Space(problem, sm90).seeds()[0], sm90))
+    sources = [broken_source(source, fault) for fault in FAULTS.values()]
+    built = dict(zip(FAULTS, Toolchain.find().build_all(sources, sm90), strict=True))
+    kernels = [
+        *Toolchain.find().build_all([source], sm90),
+        *(kernel if FAULTS[name].body else broken_kernel(kernel, name) for name, kernel in built.items()),
+    ]
+    assert len({kernel.digest for kernel in kernels}) == len(FAULTS) + 1
+    for kernel in kernels:
+        kernel.check()

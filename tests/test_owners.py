@@ -307,13 +307,6 @@ def test_a_bundle_that_others_could_change_is_left_out(found: Path, monkeypatch:
     assert f"others can write to {shared}; run" in said
 
 
-def test_a_bundle_of_another_user_is_left_out(found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_away(found, monkeypatch)
-    best, (said,) = matches(2)
-    assert best == [Match.GENERIC] * 2
-    assert " belongs to " in said
-
-
 # ---- the cache -------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:

@@ -1,6 +1,6 @@
 """Tuning databases on a real PostgreSQL server: opened at once, by other users, when it restarts, by many tuners.
 
-What a store and claims do on both kinds of database is tested in test_store.py, test_claims.py and test_mirror.py.
+What a store and claims do on both kinds of database is tested in test_store.py, test_claims.py and test_claims.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from each_once import assert_each_once
 from fake_search import TRIALS, FakeRunner, options, problems, processes, search_and_die
 from postgres import PostgresServer
-from sample_store import any_store, empty, empty_on_server, path, place
+from sample_store import assert_each_once
 from sample_trials import make_kernel, make_trial, times
 from sqlalchemy import Engine, MetaData, create_engine, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -32,8 +31,6 @@ from hadagen.tuner.search import tune
 from hadagen.tuning_db import database, postgresql, schema
 from hadagen.tuning_db.claims import Claims
 from hadagen.tuning_db.store import Store
-
-__all__ = ["any_store", "empty", "empty_on_server", "path", "place"]  # fixtures
 
 FORMATS = Path(__file__).parent / "formats"
 EARLIER = [f"{number:04}" for number in range(1, int(schema.SCHEMA_VERSION))]

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from threading import Event, Thread
 
+import fake_nvrtc
 import pytest
+from running import interruptible, is_running, script, wait_until
 
 from hadagen.errors import ToolchainError
 from hadagen.programs import IN_A_ROW, Finished, Patience, Stopped, run
-
-
-def is_running(pid: int) -> bool:
-    """Zombies, which only wait to be asked how they ended, are not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    while not holds():
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -66,13 +55,9 @@ def test_what_runs_is_killed_at_ctrl_c(tmp_path: Path, hung: list[str]) -> None:
         wait_until((tmp_path / "pids").exists)
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        Thread(target=interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
-            run(hung)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    Thread(target=interrupt).start()
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        run(hung)
     gone(tmp_path)
 
 
@@ -116,3 +101,67 @@ def test_patience_ends_with_kernels_that_are_lost_in_a_row() -> None:
         ToolchainError, match=f"nvcc was killed by signal 9, for {IN_A_ROW} kernels in a row; mend that"
     ):
         patience.lose("c", "nvcc", "was killed by signal 9")
+
+
+# ---- a tune whose compiler hangs -------------------------------------------------------------------------------------
+# Whoever runs the tests may ignore Ctrl-C, which programs inherit.
+PROGRAM = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from hadagen.cli.main import main; main(prog_name='hadagen')"
+)
+TINY = ("tune", "--arch", "sm90", "--n", "2", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
+
+
+VERSIONS = {"nvcc": "Cuda compilation tools, release 13.0, V13.0.88", "c++": "g++ 12"}
+
+
+def write_hanging(compiler: str, folder: Path, pids: Path) -> None:
+    """A compiler that only says its version. With a second process it hangs for ever, and `pids` says who they are."""
+    folder.mkdir()
+    if compiler == "nvrtc":
+        note = f'if (FILE* to = fopen("{pids}", "a")) fprintf(to, "%d\\n", int(getpid())), fclose(to);'
+        fake_nvrtc.build(folder / "nvrtc.so", f"fork(); {note} while (true) sleep(1000)")
+    else:
+        version = f'case "$*" in *--version*) echo "{VERSIONS[compiler]}"; exit 0;; esac'
+        script(folder / compiler, version, f"echo $$ >> {pids}", "sleep 1000 &", f"echo $! >> {pids}", "wait")
+
+
+@pytest.mark.parametrize("compiler", ["nvrtc", "nvcc", "c++"])
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (signal.SIGINT, "interrupted; every finished trial is kept"),
+        (signal.SIGTERM, "interrupted; every finished trial is kept"),
+        (None, "more time or more trials"),
+    ],
+)
+def test_a_hung_compiler_does_not_hang_a_tune(
+    tmp_path: Path, compiler: str, end: signal.Signals | None, says: str
+) -> None:
+    pids = tmp_path / "pids"
+    write_hanging(compiler, tmp_path / "bin", pids)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "CXX": "c++",
+        "HADAGEN_CACHE": str(tmp_path / "cache"),
+        "XDG_DATA_HOME": str(tmp_path / "data"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    # A real compiler does its part where the other one hangs.
+    if compiler == "nvrtc":
+        environment["HADAGEN_NVRTC"] = str(tmp_path / "bin" / "nvrtc.so")
+    options = ["--compiler", "nvcc"] if compiler == "nvcc" else []
+    options += [] if end else ["--time-budget", "0.1"]
+    command = [sys.executable, "-c", PROGRAM, *TINY, *options]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as tune:
+        if end:
+            wait_until(lambda: tune.poll() is not None or (pids.exists() and len(pids.read_text().split()) >= 2))
+            tune.send_signal(end)
+        _, said = tune.communicate()
+    assert tune.returncode == 1
+    assert says in said.splitlines()[-1]
+    started = [int(pid) for pid in pids.read_text().split()] if pids.exists() else []
+    assert started or not end
+    wait_until(lambda: not any(map(is_running, started)))
+    assert not list((tmp_path / "cache" / "work").glob("*"))

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from fake_search import CELLS, TRIALS, FakeRunner, arch, make_kernel, options, problems
-from sample_store import empty, path, store
 from sample_trials import make_timing, make_trial
 from sample_trials import times as times_at
 
@@ -24,8 +23,6 @@ from hadagen.tuner.races import race_near_ties
 from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
-
-__all__ = ["empty", "path", "store"]  # fixtures
 
 
 class RacingRunner(FakeRunner):
@@ -124,8 +121,7 @@ def test_a_race_is_about_the_times_that_came_first(store: Store) -> None:
         make_trial(chunks, problem=problem, timings=times_at({1 << 20: us})) for chunks, us in ((4, 10.05), (8, 10.3))
     ]
     other = replace(twin, knobs=twin.knobs | {"warps": 16}, timings=times_at({1 << 20: 12.0}))
-    for trial in (twin, other, *candidates):
-        store.record(trial)
+    store.record(twin, other, *candidates)
 
     class Confirming(RacingRunner):
         def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
@@ -186,13 +182,6 @@ def test_a_race_leaves_alone_what_others_have_timed_meanwhile(store: Store) -> N
         assert 3160320 in {timing.elements for timing in trial.timings}
 
 
-def test_what_has_no_new_trial_is_not_raced_again(store: Store) -> None:
-    again = RacingRunner()
-    for runner in (RacingRunner(), again):
-        tune(options(store, runner))
-    assert again.races == []
-
-
 def test_after_ctrl_c_nothing_is_raced(store: Store) -> None:
     def listen(event: Event) -> None:
         if isinstance(event, TrialFinished) and event.finished == TRIALS - 1:
@@ -223,8 +212,7 @@ def test_only_trials_of_this_environment_are_raced(store: Store) -> None:
     """The same kernels as fast under another driver stay as they are."""
     tune(options(store, RacingRunner(), trials=TRIALS // 2))
     older = [replace(each, environment=replace(each.environment, driver="1.0"), detail="") for each in store.trials()]
-    for trial in older:
-        store.record(trial)
+    store.record(*older)
     runner = RacingRunner()
     tune(options(store, runner))
     assert runner.races
@@ -237,8 +225,7 @@ def test_only_what_may_win_is_raced(store: Store) -> None:
     """Kernels whose error is above a bound that came later race no more."""
     tune(options(store, RacingRunner(), trials=TRIALS // 2))
     beyond = {"normal": 2 * problems(256)[0].error_bound}
-    for trial in store.trials():
-        store.record(replace(trial, errors=beyond, detail=""))
+    store.record(*(replace(trial, errors=beyond, detail="") for trial in store.trials()))
     runner = RacingRunner()
     tune(options(store, runner))
     refused = {knobs_key(trial.knobs) for trial in store.trials(blobs=False) if trial.errors == beyond}

@@ -1,31 +1,51 @@
-"""A search that is killed goes on where it was: nothing that was reported is lost, nothing is tried twice."""
+"""A search that is killed or disturbed goes on where it was: nothing reported is lost, nothing is tried twice."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sqlite3
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import optuna
 import pytest
-from fake_search import GPU, TRIALS, FakeRunner, arch, exit_codes, options, problems, processes, search_and_die
+from fake_search import GPU, TRIALS, FakeRunner, arch, build, exit_codes, options, problems, processes, search_and_die
+from measure_sample import CELL, PROBLEM
+from running import interruptible
 from sqlalchemy import Engine, event
+from test_races import RacingRunner
+from test_runners import GPU as STAND_IN
+from test_runners import kernel, variants
 
-from hadagen.errors import StorageError
+from hadagen.cli.progress import State
+from hadagen.errors import DeviceError, DisturbedError, StorageError
 from hadagen.knobs import Knobs
-from hadagen.measure import Variant
+from hadagen.launch import Source
+from hadagen.measure import Cell, DeviceRunner, Variant
+from hadagen.measure.messages import Answer, Compare, Comparison, Look, Measure, Race, Rank, Ranking
 from hadagen.problem import Problem
 from hadagen.space import Space
-from hadagen.trial import Trial, knobs_key
+from hadagen.trial import Disturbed, NotTried, Outcome, Timing, Trial, knobs_key
 from hadagen.tuner import pipeline
-from hadagen.tuner.events import ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
+from hadagen.tuner.events import (
+    Event,
+    ProblemFinished,
+    ProblemStarted,
+    RaceDisturbed,
+    SearchStarted,
+    TrialFinished,
+    VariantNotTried,
+)
 from hadagen.tuner.mirror import Mirror
 from hadagen.tuner.pipeline import Pipeline
 from hadagen.tuner.search import tune
@@ -83,8 +103,7 @@ def test_a_finished_search_is_not_done_again(tmp_path: Path) -> None:
 def test_trials_of_two_drivers_count_once(tmp_path: Path) -> None:
     with Store.open(tmp_path / "trials.db") as store:
         tune(options(store, FakeRunner()))
-        for trial in store.trials():
-            store.record(replace(trial, environment=replace(trial.environment, driver="1.0")))
+        store.record(*(replace(each, environment=replace(each.environment, driver="1.0")) for each in store.trials()))
         report = tune(options(store, FakeRunner(), trials=TRIALS + 3))
         assert (report.finished, report.finished_before) == (TRIALS + 3, TRIALS)
 
@@ -129,13 +148,9 @@ def test_interrupts_while_a_trial_is_recorded_wait_for_that(tmp_path: Path, monk
         return record(store, *trials)
 
     monkeypatch.setattr(Store, "record", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with Store.open(tmp_path / "trials.db") as store:
-            assert tune(options(store, runner := FakeRunner())).stopped == "interrupted"
-            kept = [knobs_key(trial.knobs) for trial in store.trials(blobs=False)]
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interruptible(), Store.open(tmp_path / "trials.db") as store:
+        assert tune(options(store, runner := FakeRunner())).stopped == "interrupted"
+        kept = [knobs_key(trial.knobs) for trial in store.trials(blobs=False)]
     assert len(kept) >= 4
     assert kept == recorded
     assert {knobs_key(knobs) for _, knobs in runner.asked} <= set(kept)
@@ -143,7 +158,7 @@ def test_interrupts_while_a_trial_is_recorded_wait_for_that(tmp_path: Path, monk
 
 def test_an_interrupt_counts_while_what_is_under_way_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """When time is up already, and the trials that came until then are kept."""
-    clock, measured = SimpleNamespace(monotonic=lambda: 0.0), Event()
+    clock, measured = SimpleNamespace(monotonic=lambda: 0.0), threading.Event()
     kept: list[Trial] = []
 
     class Slow(FakeRunner):
@@ -165,12 +180,8 @@ def test_an_interrupt_counts_while_what_is_under_way_is_finished(monkeypatch: py
     (problem,) = problems(256)
     batches = [(problem, Space(problem, arch()).seeds()[0])]
     monkeypatch.setattr(pipeline, "time", clock)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with Pipeline(arch(), None, Slow()) as pipe:
-            assert pipe.run(ask, keep, lambda event: None, deadline=1.0)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interruptible(), Pipeline(arch(), None, Slow()) as pipe:
+        assert pipe.run(ask, keep, lambda event: None, deadline=1.0)
     assert len(kept) == 1
 
 
@@ -215,8 +226,7 @@ def test_optuna_gets_the_trials_that_its_tables_lack(tmp_path: Path) -> None:
     with Store.open(tmp_path / "trials.db") as store:
         tune(options(store, FakeRunner(), trials=5))
         imported = Store.open(tmp_path / "imported.db")
-        for trial in store.trials():
-            imported.record(trial)
+        imported.record(*store.trials())
         report = tune(options(imported, FakeRunner(), trials=6))
         assert (report.finished_before, report.finished) == (5, 6)
         (name,) = optuna.get_all_study_names(imported.url)
@@ -226,3 +236,229 @@ def test_optuna_gets_the_trials_that_its_tables_lack(tmp_path: Path) -> None:
         assert len(study.trials) == 6
         assert all(trial.state.is_finished() for trial in study.trials)
         imported.close()
+
+
+# ---- compilers that die ----------------------------------------------------------------------------------------------
+class Mortal:
+    """Compiles as `build` does, and dies the first `deaths` times for each source of so many threads."""
+
+    def __init__(self, threads: int, deaths: int) -> None:
+        self._threads, self._left = threads, Counter[str]()
+        self._deaths = deaths
+
+    def __call__(self, sources: Sequence[Source]) -> list[Any]:
+        return [self._one(source, kernel) for source, kernel in zip(sources, build(sources), strict=True)]
+
+    def _one(self, source: Source, kernel: Any) -> Any:
+        self._left[source.text] += 1
+        dies = source.launch.threads == self._threads and self._left[source.text] <= self._deaths
+        return NotTried("nvcc was killed by signal 9") if dies else kernel
+
+
+def test_what_a_compiler_died_for_is_tried_again(store: Store) -> None:
+    said: list[Event] = []
+    report = tune(options(store, FakeRunner(), build=Mortal(64, deaths=2)), said.append)
+    assert report.outcomes == {Outcome.OK: TRIALS}
+    assert report.finished == TRIALS
+    again = Counter(event.knobs for event in said if isinstance(event, VariantNotTried))
+    assert set(again.values()) == {2}
+    assert {knobs.warps for knobs in again} == {2}
+
+
+def test_what_a_compiler_dies_for_every_time_is_kept_at_last(store: Store) -> None:
+    report = tune(options(store, FakeRunner(), build=Mortal(64, deaths=3)))
+    failed = store.trials(outcome=Outcome.COMPILE_FAILED)
+    assert {trial.knobs["warps"] for trial in failed} == {2}
+    assert {trial.detail for trial in failed} == {"nvcc was killed by signal 9, in each of 3 attempts"}
+    assert report.outcomes == {Outcome.OK: TRIALS - len(failed), Outcome.COMPILE_FAILED: len(failed)}
+
+
+def test_what_a_runner_cannot_try_is_tried_again(store: Store) -> None:
+    class Dying(FakeRunner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.died: set[str] = set()
+
+        def trial(self, variant: Variant) -> Any:
+            assert variant.kernel
+            if variant.kernel.digest in self.died:
+                return super().trial(variant)
+            self.died.add(variant.kernel.digest)
+            return NotTried("c++ was killed by signal 9")
+
+    runner = Dying()
+    report = tune(options(store, runner))
+    assert report.outcomes == {Outcome.OK: TRIALS}
+    assert len(store.trials()) == TRIALS
+    assert len(runner.asked) == 2 * len(runner.died)
+
+
+# ---- a GPU that is busy or throttled ---------------------------------------------------------------------------------
+BUSY = Disturbed("process 12 (python3) uses the GPU, 97 % of the time", "stop it, or choose another GPU")
+
+
+class FakeService:
+    """A kernel named "busy 2" finds the GPU busy twice, and so does a race that has it first; "hang" never ends. A new
+    process finds device 1 busy."""
+
+    def __init__(self, watch: object, device_index: int, *_: object) -> None:
+        self._is_busy = device_index == 1
+        self._asked: Counter[str] = Counter()
+        self.greeting = STAND_IN
+
+    def handle(self, request: Any) -> Any:
+        if isinstance(request, Look):
+            return BUSY if self._is_busy else None
+        if isinstance(request, Compare):
+            return Comparison((), {}, (), BUSY)
+        if isinstance(request, Rank):
+            return Ranking((), (), BUSY)
+        entry = request.a.entry if isinstance(request, Race) else request.kernel.entry
+        name, _, often = entry.partition(" ")
+        if name == "hang":
+            time.sleep(1e6)
+        self._asked[entry] += 1
+        if self._asked[entry] <= int(often or 0):
+            return BUSY
+        if isinstance(request, Race):
+            return [(1.0, 2.0) for _ in request.cells]
+        assert isinstance(request, Measure)
+        return Answer(Outcome.OK, "", {"normal": 2e-4}, (Timing(*CELL, 1.0, 1.0, 1.0, 1.0),))
+
+    def is_usable(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.measure.runner._PAUSES_S", (0.0, 0.0))
+
+
+@pytest.fixture
+def runner() -> Iterator[DeviceRunner]:
+    with DeviceRunner(0, [kernel("copy")], timeout_s=10.0, make_service=FakeService) as made:
+        yield made
+
+
+def kinds(answers: Iterable[tuple[Variant, Trial | Disturbed]]) -> list[str]:
+    return [answer.outcome.value if isinstance(answer, Trial) else "disturbed" for _, answer in answers]
+
+
+# ---- the runner ------------------------------------------------------------------------------------------------------
+def test_what_was_timed_on_a_busy_gpu_is_timed_again(runner: DeviceRunner) -> None:
+    assert kinds(runner.run(variants("ok", "busy 1", "busy 2", "ok"))) == ["ok"] * 4
+
+
+def test_a_gpu_that_stays_busy_is_left_for_later_and_then_given_up(runner: DeviceRunner) -> None:
+    asked = variants("busy 3", "busy 4", "ok", "busy 9", "busy 10", "busy 11", "ok")
+    answers: list[Any] = []
+    with pytest.raises(DisturbedError) as caught:
+        answers.extend(runner.run(asked))
+    assert kinds(answers) == ["disturbed", "disturbed", "ok", "disturbed", "disturbed"]
+    assert answers[0][1] == BUSY
+    assert str(caught.value) == (
+        "nothing can be timed: process 12 (python3) uses the GPU, 97 % of the time, each time that 3 kernels were "
+        "timed; stop it, or choose another GPU; finished trials are kept"
+    )
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(("device", "kind"), [(0, "timeout"), (1, "disturbed")])
+def test_a_kernel_that_takes_too_long_while_others_run_has_not_hung(
+    device: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hadagen.measure.runner._PAUSES_S", ())
+    with DeviceRunner(device, [kernel("copy")], make_service=FakeService) as made:
+        _ = made.environment
+        made._timeout_s = 1.0
+        assert kinds(made.run(variants("hang"))) == [kind]
+
+
+def test_races_are_run_again_too(runner: DeviceRunner) -> None:
+    (busy, other) = variants("busy 2", "ok")
+    assert runner.race(busy, other, [CELL]) == [(1.0, 2.0)]
+    (busy, other) = variants("busy 3", "ok")
+    with pytest.raises(DisturbedError, match=r"a race has no times \(process 12 .*\); stop it, or choose"):
+        runner.race(busy, other, [CELL])
+
+
+def test_comparisons_come_with_one_warning(runner: DeviceRunner, caplog: pytest.LogCaptureFixture) -> None:
+    (one,) = variants("ok")
+    with caplog.at_level(logging.WARNING):
+        runner.compare([one], [(CELL, [0])])
+        runner.rank([one], [])
+    assert [record.getMessage() for record in caplog.records] == [
+        "these times may be wrong: process 12 (python3) uses the GPU, 97 % of the time; stop it, or choose another GPU"
+    ]
+
+
+def test_a_gpu_of_another_class_after_a_restart_ends_the_run(runner: DeviceRunner) -> None:
+    assert runner.environment == STAND_IN
+    runner._environment = replace(STAND_IN, gpu="Stand-in, 450 W", power_limit_watts=450)
+    runner._worker.stop()
+    with pytest.raises(DeviceError, match="was Stand-in, 450 W with 450 W, and is Stand-in with 0 W now; run the same"):
+        list(runner.run(variants("ok")))
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+class BusyRunner(FakeRunner):
+    """Finds the device busy so often for each kernel, from the third one on."""
+
+    def __init__(self, often: int) -> None:
+        super().__init__()
+        self._often, self._left = often, Counter[str]()
+
+    def trial(self, variant: Variant) -> Any:
+        assert variant.kernel
+        self._left[variant.kernel.digest] += 1
+        if len(self._left) > 2 and self._left[variant.kernel.digest] <= self._often:
+            return BUSY
+        return super().trial(variant)
+
+
+def test_a_search_times_again_what_a_busy_gpu_prevented(store: Store) -> None:
+    said: list[Event] = []
+    report = tune(options(store, BusyRunner(2)), said.append)
+    assert report.outcomes == {Outcome.OK: TRIALS}
+    assert len(store.trials()) == TRIALS
+    (note,) = {(event.reason, event.advice) for event in said if isinstance(event, VariantNotTried)}
+    assert note == (BUSY.reason, BUSY.advice)
+
+
+def test_a_search_on_a_gpu_that_stays_busy_ends_in_a_sentence_and_keeps_its_trials(store: Store) -> None:
+    with pytest.raises(DisturbedError, match=r"97 % of the time, in each of 3 attempts; stop it, .*; finished trials"):
+        tune(options(store, BusyRunner(3)))
+    assert {trial.outcome for trial in store.trials()} == {Outcome.OK}  # and no failed one of a kernel that is sound
+    assert len(store.trials()) >= 2
+    tune(options(store, FakeRunner()))
+    assert len(store.trials(outcome=Outcome.OK)) == TRIALS
+
+
+def test_progress_says_so_the_first_time() -> None:
+    state = State(None, clock=lambda: 0.0)
+    state.listen(VariantNotTried(PROBLEM, Knobs(), BUSY.reason, BUSY.advice))
+    assert state.note == f"{BUSY.reason}; what was timed then is timed again"
+    state.listen(VariantNotTried(PROBLEM, Knobs(), "another"))
+    assert "another" not in state.note
+
+
+class BusyRaces(RacingRunner):
+    """The first race finds the device busy."""
+
+    def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
+        times = super().race(a, b, cells)
+        if len(self.races) == 1:
+            raise DisturbedError("a race has no times")
+        return times
+
+
+def test_near_ties_that_a_busy_gpu_prevented_are_raced_by_the_next_run(store: Store) -> None:
+    said: list[Event] = []
+    tune(options(store, BusyRaces()), said.append)
+    assert [event.reason for event in said if isinstance(event, RaceDisturbed)] == ["a race has no times"]
+    again = RacingRunner()
+    tune(options(store, again))
+    assert again.races
+    last = RacingRunner()
+    tune(options(store, last))
+    assert last.races == []

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from measure_sample import CELL, H100_L2, PROBLEM, SPEC
+from running import is_running, wait_until
 
 from hadagen.errors import DeviceError, UsageError
 from hadagen.measure import DeviceRunner, ReplayRunner, Variant
@@ -223,11 +224,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Any) -> None:
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     pid = int(done.stdout)
-    for _ in range(200):
-        if not is_running(pid):
-            break
-        time.sleep(0.05)
-    assert not is_running(pid)
+    wait_until(lambda: not is_running(pid))
 
 
 def test_a_worker_runs_nothing_of_the_directory_that_it_starts_in(
@@ -274,14 +271,6 @@ def test_a_deadline_ends_a_start() -> None:
     ):
         _ = late.environment
     assert not late._worker.is_running
-
-
-def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def trial(number: int, us: float, gpu: str = "Stand-in") -> Trial:

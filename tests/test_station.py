@@ -1,23 +1,31 @@
-"""What one worker of a fleet has: which of its GPUs it measures on, while other processes may have them too."""
+"""What one worker of a fleet has: the GPUs that it measures on, and races on them."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Waits
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed import Client, LocalCluster
 from measure_sample import CELL
 from test_runners import GPU, variants
 
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, DisturbedError
 from hadagen.fleet import station as station_module
-from hadagen.fleet.station import Gpu, GpuError, Station, gpu_resource
+from hadagen.fleet import work
+from hadagen.fleet.client import Fleet
+from hadagen.fleet.station import COMPILERS, Gpu, GpuError, Station, gpu_resource
+from hadagen.measure import Cell, Variant
+from hadagen.tuner.fleet import FleetGpus
 
 
 @pytest.fixture(autouse=True)
@@ -27,30 +35,34 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(station_module, "_LOOK_SECONDS", 0.01)
 
 
+@dataclass(frozen=True)
 class Racer:
-    """Says on which GPU it races."""
+    """A GPU that only races."""
 
-    def __init__(self, uuid: str) -> None:
-        self.uuid = uuid
+    race: Callable[[Any, Any, Sequence[Cell]], Any]
 
     def run(self, wanted: object) -> Any:
         raise NotImplementedError
-
-    def race(self, a: object, b: object, cells: Sequence[object]) -> Any:
-        return [(self.uuid, cell) for cell in cells]
 
     def close(self) -> None:
         pass
 
 
-class Worker(Station):
+class Here(Station):
+    def _toolchain(self, kind: str) -> Any:
+        return kind
+
+
+def says_where(uuid: str) -> Racer:
+    """A GPU that says in races which one it is."""
+    return Racer(lambda a, b, cells: [(uuid, cell) for cell in cells])
+
+
+class Worker(Here):
     """A station whose GPUs have these UUIDs."""
 
     def __init__(self, *uuids: str) -> None:
-        super().__init__([Gpu(GPU, "sm90", lambda _, uuid=uuid: Racer(uuid), uuid) for uuid in uuids], 0)
-
-    def _toolchain(self, kind: str) -> Any:
-        return kind
+        super().__init__([Gpu(GPU, "sm90", lambda _, uuid=uuid: says_where(uuid), uuid) for uuid in uuids], 0)
 
     def used(self) -> Any:
         """The UUID of the GPU on which it measures."""
@@ -137,3 +149,66 @@ def test_a_gpu_is_free_again_when_measuring_does_not_start_or_its_process_is_kil
 def test_without_a_place_for_locks_a_worker_measures(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert [Worker("0a").used(), Worker("0a").used()] == ["0a", "0a"]
+
+
+# ---- races on a fleet of one worker ----------------------------------------------------------------------------------
+BUSY = "a race has no times (process 12 (python3) uses the GPU, 97 % of the time); stop it, or choose another GPU"
+
+
+def race(a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]:
+    """On a GPU that is busy in a race whose first kernel is named so, and breaks in another one."""
+    assert a.kernel
+    if a.kernel.entry == "busy":
+        raise DisturbedError(BUSY)
+    if a.kernel.entry == "breaks":
+        raise DeviceError("the measuring process ended with signal 9")
+    return [(1.0, 2.0) for _ in cells]
+
+
+@contextmanager
+def fleet(*races: Callable[..., Any]) -> Iterator[Fleet]:
+    """A fleet of one worker, whose GPUs race so."""
+    station = Here([Gpu(GPU, "sm90", lambda toolchain, race=race: Racer(race)) for race in races], 1)
+    options = {"processes": False, "n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
+    with (
+        LocalCluster(**options) as cluster,  # type: ignore[no-untyped-call]
+        Client(cluster, set_as_default=False) as client,  # type: ignore[no-untyped-call]
+    ):
+        (worker,) = cluster.workers.values()
+        client.sync(partial(work.offer, worker, station))
+        with Fleet(cluster.scheduler_address, "nvrtc") as made:
+            yield made
+        client.sync(partial(work.withdraw, worker))
+
+
+def test_a_race_on_a_busy_gpu_is_left_for_later_and_its_worker_stays() -> None:
+    busy, breaks, other = variants("busy", "breaks", "other")
+    with fleet(race) as there:
+        gpus = FleetGpus(there, there.classes[0])
+        with pytest.raises(DisturbedError) as caught:
+            gpus.race(busy, other, [CELL])
+        assert str(caught.value) == BUSY
+        assert gpus.count == 1
+        assert gpus.race(other, busy, [CELL]) == [(1.0, 2.0)]
+        with pytest.raises(DeviceError) as caught:
+            gpus.race(breaks, other, [CELL])
+        assert not isinstance(caught.value, DisturbedError)
+        assert gpus.count == 0
+
+
+def test_a_gpu_that_fails_leaves_its_worker_the_others() -> None:
+    def breaks(*_: object) -> None:
+        raise DeviceError("the measuring process ended with signal 9")
+
+    a, b = variants("a", "b")
+    said: list[str] = []
+    with fleet(breaks, race) as there:
+        there.say = said.append
+        gpus = FleetGpus(there, there.classes[0])
+        assert gpus.count == 2
+        assert gpus.race(a, b, [CELL]) == gpus.race(b, a, [CELL]) == [(1.0, 2.0)]
+        assert gpus.count == 1
+        (worker,) = there.wait(there._client.scheduler.identity())["workers"].values()
+        assert worker["resources"] == {gpu_resource(GPU.gpu): 1, COMPILERS: 1}
+    (sentence,) = said
+    assert re.fullmatch(f"a {GPU.gpu} of the worker at .* gets no more work: .* ended with signal 9", sentence)

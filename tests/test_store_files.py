@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_bundle import write_sample
-from sample_store import empty, path, refusal, store
+from sample_bundle import change, write_sample
+from sample_store import recorded, refusal
 from sample_trials import H100, H200, make_kernel, make_trial, times
 from sqlalchemy import event
 
@@ -30,7 +30,6 @@ from hadagen.tuning_db.make import make_bundle
 from hadagen.tuning_db.schema import SCHEMA_VERSION
 from hadagen.tuning_db.store import Store
 
-__all__ = ["empty", "path", "store"]  # fixtures
 ORDINARY_USER = 65534
 
 
@@ -64,8 +63,7 @@ def test_an_empty_file_is_a_new_database(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_refused_or_read_right(store: Store, path: Path) -> None:
     trials = [make_trial(i) for i in range(20)]
-    for trial in trials:
-        store.record(trial)
+    store.record(*trials)
     store.close()
     content = path.read_bytes()
     for page in range(len(content) // 4096):
@@ -117,16 +115,12 @@ def lose_last_trial(path: Path) -> None:
 
 
 def mistake_last_trial(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE hadagen_trials SET outcome = 'unstable' WHERE id = 3")
+    change(path, "UPDATE hadagen_trials SET outcome = 'unstable' WHERE id = 3")
 
 
 @pytest.mark.parametrize("damage", [lose_last_trial, mistake_last_trial])
 def test_no_damage_takes_a_winner_from_a_bundle(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    path = tmp_path / "trials.db"
-    with Store.open(path) as store:
-        for chunks in range(1, 4):
-            store.record(make_trial(chunks))
+    path = recorded(tmp_path / "trials.db", *map(make_trial, (1, 2, 3)))
     damage(path)
     with Store.open(path) as store:
         assert store.trials(outcome=Outcome.OK) == [make_trial(1), make_trial(2)]
@@ -223,8 +217,7 @@ BLOBS = [f"UPDATE hadagen_kernels SET {column} = ?" for column in ("ptx", "cubin
 def test_damaged_rows_are_refused(store: Store, path: Path, damage: str) -> None:
     store.record(make_trial())
     store.close()
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(damage, [zlib.compress(bytes(MOST_BYTES + 1))] * damage.count("?"))
+    change(path, damage, given=[zlib.compress(bytes(MOST_BYTES + 1))] * damage.count("?"))
     with pytest.raises(StorageError) as refused, Store.open(path) as store:
         store.trials()
     assert str(refused.value) == database._DAMAGED.format(place=path)
@@ -236,9 +229,7 @@ def protected(empty: Path) -> Iterator[Path]:
     """A database with one trial that an ordinary user, who we then are, may read and not write."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        path = Path(shutil.copy(empty, directory / "trials.db"))
-        with Store.open(path) as store:
-            store.record(make_trial())
+        path = recorded(Path(shutil.copy(empty, directory / "trials.db")), make_trial())
         path.chmod(0o444)
         directory.chmod(0o555)
         user = os.geteuid()
@@ -289,21 +280,18 @@ def test_a_read_only_file_is_read_while_it_is_written(
 
 def test_a_reader_sees_what_was_written_since(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nobody had the file open when it came, and everybody has closed it by now."""
-    with Store.open(path) as store:
-        store.record(make_trial())
+    recorded(path, make_trial())
     with monkeypatch.context() as patch:
         patch.setattr(database, "_writable", lambda path: False)
         reader = Store.open(path)
     assert reader.trials() == [make_trial()]
-    with Store.open(path) as store:
-        store.record(make_trial(2))
+    recorded(path, make_trial(2))
     assert len(reader.trials()) == 2
     reader.close()
 
 
 def test_the_next_opening_turns_the_log_on(path: Path) -> None:
-    with Store.open(path) as store:
-        store.record(make_trial())
+    recorded(path, make_trial())
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA journal_mode = DELETE").fetchone() == ("delete",)
     Store.open(path).close()

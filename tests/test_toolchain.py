@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from real_compilers import needs_nvcc, needs_nvrtc
+from running import script
 
 from hadagen import compilers, toolchain
 from hadagen.arch import Arch, load_arch
@@ -88,13 +89,6 @@ def no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("HADAGEN_NVRTC", str(tmp_path / "none.so"))
     monkeypatch.setattr(compilers, "find_spec", lambda name: None)
-
-
-def script(path: Path, *lines: str, mode: int = 0o755) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
-    path.chmod(mode)
-    return path
 
 
 @dataclass(frozen=True)
@@ -172,15 +166,6 @@ def test_what_is_cached_needs_no_compiler(tools: Toolchain, arch: Arch) -> None:
     moved = replace(LAUNCH, persistent=True)
     [relaunched] = kernels(without.build([replace(sources[0], launch=moved)], arch))
     assert relaunched.launch == moved
-
-
-def test_a_damaged_entry_is_built_again(tools: Toolchain, arch: Arch) -> None:
-    sources = [source("copy", COPY)]
-    built = tools.build(sources, arch)
-    cubin = tools.cache.root / "kernels" / tools.key(sources[0], arch) / "kernel.cubin"
-    cubin.write_bytes(cubin.read_bytes()[:100])
-    assert tools.build(sources, arch) == built
-    assert cubin.read_bytes() == kernels(built)[0].cubin
 
 
 def test_builders_of_one_kernel_agree(tools: Toolchain, arch: Arch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import machine, raising, run, sentence, succeed
+from command_line import raising, run, sentence, succeed
 from real_compilers import needs_nvrtc
 from sample_bundle import hide_bundles
 from sample_trials import H100, make_timing
@@ -39,8 +39,6 @@ from hadagen.tuner.transfer import estimated_winners
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
 from hadagen.tuning_db.merge import Selection, selection_of, write_selection
 from hadagen.tuning_db.winners import WinnerCell, digest_of, may_win
-
-__all__ = ["machine"]  # a fixture
 
 UNMEASURED = [name for name in known_archs() if name != "sm90"]
 KEYS = ("n512-float16-fast", "n4096-bfloat16-accurate-pitched", "n32768-float16-fast", "n65536-float16-accurate")
