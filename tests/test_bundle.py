@@ -125,13 +125,11 @@ def test_a_bundle_holds_the_winners(path: Path) -> None:
     assert list(found) == sorted(selection)
     for cell, trial in selection.items():
         entry, kernel = found[cell], trial.kernel
-        assert kernel is not None
         assert (entry.kernel, entry.launch, entry.nvcc) == (kernel.digest, kernel.launch, kernel.nvcc)
         assert (entry.knobs, entry.errors) == (trial.knobs, trial.errors)
         assert entry.relative_error == max(trial.errors.values())
         assert (entry.provenance, entry.date, entry.environment) == (trial.provenance, trial.date, trial.environment)
         timing = cell_value(trial, cell.destination, cell.elements, trial.environment.l2_bytes)
-        assert timing is not None
         assert (entry.cache, entry.us, entry.copy_us) == (timing.cache, timing.us, timing.copy_us)
         assert bundle.kernel(entry.kernel) == replace(kernel, source="")
 

@@ -90,7 +90,6 @@ def test_trials_can_be_read_without_blobs(any_store: Store) -> None:
     trial = make_trial()
     any_store.record(trial)
     kernel = trial.kernel
-    assert kernel is not None
     assert any_store.trials(blobs=False) == [replace(trial, kernel=replace(kernel, source="", ptx=b"", cubin=b""))]
     assert any_store.kernel(kernel.digest) == kernel
     with pytest.raises(StorageError, match="no kernel abc"):
@@ -175,7 +174,6 @@ def test_a_trial_that_was_read_without_blobs_may_be_recorded(any_store: Store) -
 
 def test_a_killed_process_loses_nothing_that_it_reported(path: Path) -> None:
     with recorder(path, 0, 10**6) as process:
-        assert process.stdout is not None
         for _ in range(20):
             reported = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
