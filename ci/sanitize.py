@@ -49,10 +49,11 @@ from hadagen.arch import load_arch
 from hadagen.compilers import find_tool
 from hadagen.errors import ToolchainError
 from hadagen.formats import TENSOR
-from hadagen.launch import ENTRY, LaunchSpec, RowShape, Source, sizes_for
+from hadagen.launch import ENTRY, LaunchSpec, RowShape, Source
 from hadagen.measure import without_texts
+from hadagen.operands import kernel_operands, sizes_for, verification_operands
 from hadagen.problem import Problem, Rows
-from hadagen.reference import kernel_operands, verification_operands, verification_scale
+from hadagen.reference import verification_scale
 from hadagen.toolchain import Toolchain, disassemble
 from hadagen.trial import Kernel
 from hadagen.tuning_db.bundle import Bundle

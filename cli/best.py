@@ -14,7 +14,7 @@ from hadagen.problem import Problem
 from hadagen.target import nearest_arch
 
 if TYPE_CHECKING:
-    from hadagen.runtime.choose import BestConfig
+    from hadagen.runtime.best import BestConfig
 
 
 @click.command()
@@ -40,7 +40,8 @@ def best(
     first. Needs no GPU where --arch is given. A kernel that turns out not to
     fit on a GPU gives its place to the next nearest there.
     """
-    from hadagen.runtime.choose import Match, best_config
+    from hadagen.runtime.best import best_config
+    from hadagen.runtime.choose import Match
     from hadagen.target import known_archs
 
     columns = click.get_current_context().params["columns"]
@@ -95,7 +96,8 @@ def _why_none(config: BestConfig) -> str:
 
 def _why_not_measured(config: BestConfig) -> str:
     """On which GPU and at which size the kernel was measured, if at all, and on and at which it was not."""
-    from hadagen.runtime.choose import Match, is_near
+    from hadagen.runtime.best import is_near
+    from hadagen.runtime.choose import Match
 
     source, device, elements = config.provenance or {}, config.device, config.rows * config.problem.n
     if source["us"] is None:

@@ -111,7 +111,7 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     if order := plan.problem.order if plan.problem.order > 1 else 0:
         lines += [
             f"  matrix      device address of A: y = A X H, where X [{order}, {plan.problem.length}] is a row of x;",
-            "              hadagen.launch.MATRIX_PARAMS says how its entries, -1, 0 and 1, lie there",
+            "              hadagen.operands.ENTRY_BYTES says how its entries, -1, 0 and 1, lie there",
         ]
     if plan.problem.transform.signed:
         lines += [
@@ -145,7 +145,7 @@ def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> P
     Raises `UsageError` where there are none, with the reason why the default ones are not legal with those given.
     """
     from hadagen.knobs import Knobs
-    from hadagen.runtime.choose import best_config
+    from hadagen.runtime.best import best_config
     from hadagen.space import Space, build_plan
 
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)

@@ -25,12 +25,13 @@ if os.path.exists(os.path.join(_beside, "tuning_db", "bundle.py")):
 
 if TYPE_CHECKING:
     from hadagen.runtime.autotune import autotune
-    from hadagen.runtime.choose import BestConfig, Match, best_config
-    from hadagen.runtime.kernels import warmup
+    from hadagen.runtime.best import BestConfig, best_config
+    from hadagen.runtime.choose import Match
     from hadagen.runtime.quantize import rotate_quantize
     from hadagen.runtime.quantized import Quantized
     from hadagen.runtime.rotation import Rotation
     from hadagen.runtime.transform import hadamard_transform
+    from hadagen.runtime.warmup import warmup
 
     __version__: str
 
@@ -56,15 +57,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BestConfig": "hadagen.runtime.choose",
+    "BestConfig": "hadagen.runtime.best",
     "Match": "hadagen.runtime.choose",
     "autotune": "hadagen.runtime.autotune",
-    "best_config": "hadagen.runtime.choose",
+    "best_config": "hadagen.runtime.best",
     "Quantized": "hadagen.runtime.quantized",
     "Rotation": "hadagen.runtime.rotation",
     "rotate_quantize": "hadagen.runtime.quantize",
     "hadamard_transform": "hadagen.runtime.transform",
-    "warmup": "hadagen.runtime.kernels",
+    "warmup": "hadagen.runtime.warmup",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from hadagen.launch import Source
-from hadagen.layout import add, scatter
+from hadagen.layout import add
 from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.steps.base import FP32
@@ -38,7 +38,7 @@ def render(plan: Plan) -> Source:
     blocks: dict[str, Any] = {}
     view = _view(plan, entry) | {"blocks": blocks}
     modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in {s.template for s in plan.steps}}
-    blocks |= {name: getattr(modules[step.template], name) for step in plan.steps for name in [type(step).__name__]}
+    blocks |= {name: getattr(modules[step.template], name) for step in plan.steps for name in [step.name]}
     text = ENVIRONMENT.get_template("kernel.cu.j2").render(view)
     return Source(entry, text, plan.launch)
 
@@ -55,13 +55,10 @@ def with_headers(source: Source, headers: Mapping[str, str]) -> str:
 
 def _view(plan: Plan, entry: str) -> dict[str, Any]:
     """The values for the templates: the plan, its numbers and its index expressions. It has no launch arguments."""
-    stored, views = plan.placements[-1], _steps(plan)
+    views = _steps(plan)
     cluster = plan.launch.cluster
-    lane_at = f"lane * {plan.vector_elements}"
-    lanes = stored.digits_of("lane")
     n = plan.problem.n
     span = 32 * plan.vector_elements
-    first = 1 + (plan.steps.index(plan.matrix) if plan.matrix else 0)  # form that values of a thread have
     loads_all = plan.shares_loaded > 1
     block_at = f"rank * {plan.block_elements}" if cluster > 1 and not loads_all else ""
 
@@ -86,14 +83,12 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
         "formula": _formula(plan.problem),
         "lifted": any(view.get("lifted") for view in views),
-        "packed": plan.eights > 0 and any(carrier != FP32 for carrier in plan.carriers[first:]),
+        "packed": plan.eights > 0 and any(carrier != FP32 for carrier in plan.carriers[plan.tile.held_from(plan) :]),
         "wide": FP32 in plan.carriers,
         "gathered": any(view.get("gathers") for view in views),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,
         "crossed_barrier": CROSSED_BARRIER,
-        "crossed_bytes": next(
-            (plan.footprint.crossed_bytes(step) for step in plan.exchanges if step.crosses_blocks), 0
-        ),
+        "crossed_bytes": next((step.crossed_bytes(plan) for step in plan.exchanges if step.crosses_blocks), 0),
         # The last tile may be partly beyond the end of the array. A vector may only if it holds several rows.
         "ragged": plan.is_ragged,
         "ragged_vector": plan.problem.unit < plan.vector_elements,
@@ -104,20 +99,13 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "vector_at": vector_at(1),
         "vector_bytes_at": vector_at(plan.problem.io.input.bytes),
         "loaded": f"{plan.shares_loaded} * " if loads_all else "",  # times the vectors of a thread: those it loads
-        "moved": stored != plan.loaded or loads_all,  # whether a thread stores elsewhere than it loads
         # Results may lie in place, so a block waits until the other blocks have loaded the row. A multicast has read it
         # once, for all of them.
         "waits_for_loads": loads_all and not plan.load.multicast,
-        "load_thread": add(lane_at, scatter("warp", plan.loaded.digits_of("warp"))),
-        "store_thread": add(
-            lane_at if lanes == plan.loaded.digits_of("lane") else scatter("lane", lanes),
-            scatter("warp", stored.digits_of("warp")),
-            scatter("rank", stored.digits_of("cta")),
-        ),
-        "store_vector": scatter("i", stored.digits_of("reg", first=len(plan.vector_places) - 1)) or "0",
         # Row and column of the vector at offset `at` of a tile.
         "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
         "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
+        **plan.tile.names(plan),
     }
 
 
@@ -157,7 +145,7 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
     views: list[dict[str, Any]] = []
     for at, (step, line) in enumerate(zip(plan.steps, plan.describe(), strict=True)):
         forms = {*plan.carriers[at : at + 2]} - {""}
-        view = {"kind": type(step).__name__, "number": at + 1, "line": line, "carrier": plan.carriers[at]}
+        view = {"kind": step.name, "number": at + 1, "line": line, "carrier": plan.carriers[at]}
         view |= {"wide": FP32 in forms, "packed": bool(forms - {FP32})}
         views.append({**vars(step), **view, **step.view(plan, at)})
     return views

@@ -18,7 +18,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -30,20 +30,10 @@ from hadagen import programs
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
-from hadagen.formats import Format, Layout
-from hadagen.launch import LaunchSpec, RowShape, Source, X, Y, sizes_for
+from hadagen.launch import LaunchSpec, RowShape, Source, X, Y
+from hadagen.operands import Values, kernel_operands, sizes_for, verification_operands
 from hadagen.problem import DType, Problem
-from hadagen.reference import (
-    INPUT_CLASSES,
-    NORMAL_ELEMENTS,
-    Operands,
-    input_classes,
-    kernel_operands,
-    relative_error,
-    transform,
-    verification_operands,
-    verification_scale,
-)
+from hadagen.reference import INPUT_CLASSES, NORMAL_ELEMENTS, input_classes, transform, verification_scale
 from hadagen.templates import read_texts
 
 # What the machine is built from, of the sources in `templates`.
@@ -342,7 +332,7 @@ def verify(
     *,
     module: HostModule | None = None,
     shape: RowShape | None = None,
-    operands: Operands | None = None,
+    operands: Values | None = None,
     in_place: bool = False,
     order_seed: int = 0,
 ) -> dict[str, float]:
@@ -355,26 +345,43 @@ def verify(
     `verification_scale`. The output and the gaps of x begin as NaNs. Raises
     `EmulationError` if the kernel does not run to its end, or if `EmulationReport.complaint` is not "".
     """
+    import torch  # here, because most that import this module run nothing
+
+    from hadagen import quantizer
+    from hadagen.accuracy import error_of, scales_in_rows
+
     rows = verification_rows(problem, source.launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
-    if problem.io.form:
-        return _verify_codes(problem, problem.io.form, source, rows, module, order_seed)
-    classes = input_classes(problem, rows)
-    classes[INPUT_CLASSES[-1]] = classes[INPUT_CLASSES[-1]][: max(1, rows - 1)]
+    form, together = problem.io.form, problem.unit // problem.n  # rows of x
+    classes = input_classes(problem, -(-rows // together) * together)
+    last = INPUT_CLASSES[-1]
+    classes[last] = classes[last][: max(1, len(classes[last]) // together - 1) * together]
     if source.launch.reads_rows and shape is None:
         shape = RowShape(problem.n - problem.n // 4, problem.n, problem.n)
     columns, x_pitch, y_pitch = (problem.n,) * 3 if shape is None else shape
     if columns < problem.n:
-        classes.pop(
-            "constant", None
-        )  # cut short it gives few values over and over, whose rounding does not average out
+        classes.pop("constant", None)  # cut short it gives few values over and over; their rounding is no average
     values = np.concatenate(list(classes.values()))
     values[:, columns:] = 0.0
     scale = verification_scale(problem)
-    operands = verification_operands(problem) if operands is None else operands
+    units = values.size // problem.unit
+    operands = verification_operands(problem, units) if operands is None else operands
+    exact = torch.from_numpy(transform(problem, values, scale, operands)[:, :columns])
     x = _poisoned(problem.io.input, len(values), x_pitch)
     x[:, :columns] = encode(problem.io.input, values[:, :columns])
-    out = x if in_place else _poisoned(problem.io.input, len(values), y_pitch)
+    taken: dict[str, Any] = kernel_operands(problem, operands)
+    scales = None
+    given = torch.from_numpy(operands["tensor_scale"]) if "tensor_scale" in operands else None
+    if form is None:
+        out = x if in_place else _poisoned(problem.io.input, len(values), y_pitch)
+    else:
+        dtype: torch.dtype = getattr(torch, problem.io.input.value)
+        codes, laid_out = quantizer.empty(units, problem.unit, form, dtype, torch.device("cpu"))
+        out, memory = (quantizer.memory_of(each).numpy() for each in (codes, laid_out))
+        out[:] = 0x7F
+        written = units * form.scales_in_row(problem.unit) * laid_out.element_size()
+        scales = (memory, written) if form.group > 0 else None
+        taken |= sizes_for(form, units, problem.unit)
     report = module.run(
         source.entry,
         source.launch,
@@ -384,73 +391,22 @@ def verify(
         elements=values.size,
         rows=len(values),
         shape=shape,
-        operands=kernel_operands(problem, operands),
+        operands=taken,
+        scales=scales,
         order_seed=order_seed,
     )
     if report.complaint:
         raise EmulationError(f"{source.entry}: {report.complaint}")
-    results = decode(problem.io.input, out[:, :columns])
-    ends = np.cumsum([len(some) for some in classes.values()])[:-1]
-    return {
-        name: relative_error(result, reference)
-        for name, result, reference in zip(
-            classes,
-            np.split(results, ends),
-            np.split(transform(problem, values, scale, operands)[:, :columns], ends),
-            strict=True,
-        )
-    }
-
-
-def _verify_codes(
-    problem: Problem, form: Format, source: Source, rows: int, module: HostModule, order_seed: int
-) -> dict[str, float]:
-    """`verify` of a kernel that quantizes: the errors of `quantizer.excess_error`."""
-    import torch  # here, because only formats need it
-
-    from hadagen import quantizer
-
-    together = problem.unit // problem.n  # rows of x
-    classes = input_classes(problem, -(-rows // together) * together)
-    last = INPUT_CLASSES[-1]
-    classes[last] = classes[last][: max(1, len(classes[last]) // together - 1) * together]
-    values = np.concatenate(list(classes.values()))
-    scale, operands = verification_scale(problem), verification_operands(problem)
-    count, groups = values.size // problem.unit, form.scales_in_row(problem.unit)
-    given = quantizer.sample_scales(form, count, torch.device("cpu"))
-    dtype: torch.dtype = getattr(torch, problem.io.input.value)
-    exact = torch.from_numpy(transform(problem, values, scale, operands)).view(count, problem.unit)
-    codes, scales = quantizer.empty(count, problem.unit, form, dtype, torch.device("cpu"))
-    raw_codes, raw_scales = (quantizer.memory_of(each).numpy() for each in (codes, scales))
-    raw_codes[:] = 0x7F
-    sizes: dict[str, Any] = {**sizes_for(form, count, problem.unit)}
-    if given is not None:
-        sizes["tensor_scale"] = given.reshape(-1).numpy()
-    written = count * groups * scales.element_size()
-    bits = _poisoned(problem.io.input, 1, values.size).reshape(-1)
-    bits[:] = encode(problem.io.input, values).reshape(-1)
-    report = module.run(
-        source.entry,
-        source.launch,
-        bits,
-        raw_codes,
-        scale=scale,
-        operands={**kernel_operands(problem, operands), **sizes},
-        scales=(raw_scales, written) if form.group > 0 else None,
-        order_seed=order_seed,
-    )
-    if report.complaint:
-        raise EmulationError(f"{source.entry}: {report.complaint}")
-    ends = np.cumsum([len(some) // together for some in classes.values()])
+    if form is None:
+        results = [torch.from_numpy(decode(problem.io.input, out[:, :columns]))]
+    else:
+        results = [codes] if scales is None else [codes, scales_in_rows(problem, laid_out, units)]
     errors, begin = {}, 0
-    decoded = quantizer.rows_of_scales(scales, form.layout, count, groups) if form.group > 0 else scales
-    plain = replace(form, layout=Layout.ROW_MAJOR)
-    for name, end in zip(classes, ends, strict=True):
-        part = slice(begin, int(end))
-        of_part = decoded[part] if form.group > 0 else decoded
-        of_heads = given[part] if form.by_head and given is not None else given
-        errors[name] = float(quantizer.excess_error(codes[part], of_part, exact[part], plain, dtype, of_heads))
-        begin = int(end)
+    for name, some in classes.items():
+        rows_here, begin = slice(begin, begin + len(some)), begin + len(some)
+        here = slice(rows_here.start // together, rows_here.stop // together)
+        of_heads = given if given is None else given[here] if len(given) > 1 else given[0]
+        errors[name] = float(error_of(problem, [each[here] for each in results], exact[rows_here], of_heads))
     return errors
 
 

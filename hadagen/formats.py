@@ -55,12 +55,9 @@ class Layout(str, Enum):
 
     def filled_up(self, rows: int, groups: int, size: int) -> tuple[int, int]:
         """Rows and columns of the memory of scales, with the zeros that fill it up. size: bytes of an element."""
-        of_rows, of_groups = {
-            "column-major": (COLUMN_ALIGNMENT // size, 1),
-            "packed": (COLUMN_ALIGNMENT // 4, 1),
-            "swizzled": TILE,
-            "batched-swizzled": TILE,
-        }.get(self.value, (1, 1))
+        of_rows, of_groups = (
+            (COLUMN_ALIGNMENT // size, 1) if self.in_columns else (1, 1) if self is Layout.ROW_MAJOR else TILE
+        )
         groups = -(-groups // 4) if self is Layout.PACKED else groups
         return -(-rows // of_rows) * of_rows, -(-groups // of_groups) * of_groups
 
@@ -184,6 +181,11 @@ class Format:
     def by_kernels(self) -> Format:
         """The format that a kernel writes for this one: with row-major scales, if kernels lack the layout."""
         return self if self.layout in KERNEL_LAYOUTS else replace(self, layout=Layout.ROW_MAJOR)
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """What a code and a scale are in memory: an element, and a type of scale or "packed", four in an int32."""
+        return self.element.value, "packed" if self.layout is Layout.PACKED else self.scale
 
     def scale_bytes(self, input_bytes: int) -> int:
         """Of one scale. input_bytes: of an element of x."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hadagen.errors import UsageError
-from hadagen.formats import TENSOR, Format, Layout
-from hadagen.problem import DType, Problem, Rows
 from hadagen.scale import ScaleForm, scale_word
 
 # Blocks of a cluster that every GPU with clusters holds, and that a kernel may have without asking for more (CUDA C++
@@ -62,51 +60,8 @@ class Param:
 PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements"), Param("u32", "scale_word"))
 # What a kernel takes too if its rows may be shorter than n and have gaps: the fields of a `RowShape`.
 ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
-# What a kernel takes too for a transform with a matrix: a byte for each entry, 0 for 0, `ENTRY_BYTES` for −1 and 1, in
-# the order in which they are operands of mma.m16n8k16. The matrix is filled up with zeros to a multiple of 16 rows and
-# columns. Of each 16×16 part of it, row by row of parts, come the eight entries of lane 0, 1, … 31, two for each word
-# ("Matrix fragments for mma.m16n8k16", A, in the PTX ISA).
-MATRIX_PARAMS = (Param("const void*", "matrix"),)
-# With eight zeros behind it, such a byte is an entry times a power of two.
-ENTRY_BYTES = {-1: 0xBC, 1: 0x3C}
-ENTRY_FACTOR = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-7}
-# What a kernel takes too for a transform with signs: n bits each, of which bit i % 8 of byte i / 8 is 1 where sign i is
-# −1; a null pointer for none.
-SIGN_PARAMS = (Param("const void*", "signs_before"), Param("const void*", "signs_after"))
-# What a kernel takes too if it quantizes: where the scales go; the scale that the call gives, if the format needs one,
-# or those of heads, and how many times `Problem.unit` elements a head has; and what the layout of the scales needs: how
-# many of them a row has, and how far apart columns of them are.
-SCALE_PARAMS = (Param("void*", "scales"),)
-GIVEN_PARAMS = (Param("const void*", "tensor_scale"),)
-HEAD_PARAMS = (Param("u32", "units_in_head"),)
-LAYOUT_PARAMS = {
-    Layout.ROW_MAJOR: (),
-    Layout.COLUMN_MAJOR: (Param("u32", "scales_in_row"), Param("i64", "scale_pitch")),
-    Layout.SWIZZLED: (Param("u32", "scales_in_row"),),
-}
 # The kinds of params, of which kernels have had their digests from the start.
 _FIRST_PARAMS = (PARAMS, (*PARAMS, *ROW_PARAMS))
-
-
-def params_for(problem: Problem) -> tuple[Param, ...]:
-    """What the kernels of a problem take."""
-    pitched, form = problem.io.rows is Rows.PITCHED, problem.io.form
-    return (
-        *PARAMS,
-        *(ROW_PARAMS if pitched else ()),
-        *(MATRIX_PARAMS if problem.order > 1 else ()),
-        *(SIGN_PARAMS if problem.transform.signed else ()),
-        *(SCALE_PARAMS if form and form.group != TENSOR else ()),
-        *(GIVEN_PARAMS if form and form.needs_scale else ()),
-        *(HEAD_PARAMS if form and form.by_head else ()),
-        *(LAYOUT_PARAMS[form.layout] if form else ()),
-    )
-
-
-def sizes_for(form: Format, rows: int, columns: int, units_in_head: int = 1) -> dict[str, int]:
-    """The numbers that a kernel may take to quantize [rows, columns], by the names of their params."""
-    pitch = Layout.COLUMN_MAJOR.filled_up(rows, 1, form.scale_bytes(4))[0]
-    return {"scales_in_row": form.scales_in_row(columns), "scale_pitch": pitch, "units_in_head": units_in_head}
 
 
 ENTRY = "hadagen_kernel"  # the name of every kernel once compiled, so that equal ones have equal code

@@ -29,9 +29,8 @@ from hadagen.knobs import (
 )
 from hadagen.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES, log2, reg
 from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.steps.base import FP32, PACKED, Step, mixed_chunk_bits, roundings
+from hadagen.steps.base import FP32, PACKED, Draft, Footprint, Step, mixed_chunk_bits, roundings
 from hadagen.steps.conversions import Normalize
-from hadagen.steps.draft import Draft, Footprint
 from hadagen.steps.exchanges import Exchange
 from hadagen.steps.memory import Load, Prefetch
 from hadagen.steps.transforms import PARTS, Butterfly, Gather, Mma

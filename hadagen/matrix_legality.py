@@ -8,8 +8,7 @@ from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, matrix_steps
 from hadagen.layout import log2
 from hadagen.legality import RULES, Context, Rule, beyond_shared, beyond_threads
 from hadagen.problem import LEAST_LENGTH, DType, Problem, Rows
-from hadagen.steps.base import PACKED
-from hadagen.steps.draft import Draft, Footprint
+from hadagen.steps.base import PACKED, Draft, Footprint
 from hadagen.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Shape
 
 # The knobs that kernels with a matrix have. All others have their first value.

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hadagen.errors import UsageError, choice, shown
 from hadagen.launch import ARITHMETIC_DIGITS, LaunchSpec
 from hadagen.layout import Axis
-from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
-from hadagen.steps.draft import Draft
+from hadagen.problem import Io
+from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED, Draft
 from hadagen.steps.matrix import Multiplies, Signs
 from hadagen.steps.memory import Load, Store
 from hadagen.steps.quantize import Quantize, Renumber
@@ -66,11 +67,40 @@ class Plan(Draft):
     @property
     def digest(self) -> str:
         """SHA-256 of all fields of the plan."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+        return hashlib.sha256(_digested(self).encode()).hexdigest()
 
     def describe(self) -> list[str]:
         """One line per step."""
         return [step.sentence(" ".join(map(str, step.axes(self.before(at))))) for at, step in enumerate(self.steps)]
+
+
+def _digested(plan: Plan) -> str:
+    """All fields of a plan under names that never change, whatever classes and fields are called."""
+    transform, io = plan.problem.transform, plan.problem.io
+    return (
+        f"Plan(problem=Problem(transform=Transform(n={transform.n}, order={transform.order}, "
+        f"signed={transform.signed}, swapped={transform.swapped}), io=Io(input={_member('DType', io.input)}, "
+        f"output={_output(io)}, numerics={_member('Numerics', io.numerics)}, rows={_member('Rows', io.rows)})), "
+        f"chunk_bits={plan.chunk_bits}, warp_bits={plan.warp_bits}, cta_bits={plan.cta_bits}, "
+        f"steps=({', '.join(map(str, plan.steps))}), persistent={plan.persistent}, min_blocks={plan.min_blocks}, "
+        f"order={plan.order!r}, starts_early={plan.starts_early})"
+    )
+
+
+def _output(io: Io) -> str:
+    if (form := io.form) is None:
+        return _member("DType", io.input)
+    layouts = "".join(f"{_member('Layout', each)}, " for each in form.layouts)
+    return (
+        f"Format(name={form.name!r}, element={_member('Element', form.element)}, scale={form.scale!r}, "
+        f"groups={form.groups}, rules={form.rules}, layouts=({layouts[: -1 if len(form.layouts) == 1 else -2]}), "
+        f"needs_scale={form.needs_scale}, group={form.group}, rule={form.rule!r}, "
+        f"layout={_member('Layout', form.layout)}, rounded={form.rounded})"
+    )
+
+
+def _member(kind: str, member: Enum) -> str:
+    return f"<{kind}.{member.value.upper().replace('-', '_')}: {member.value!r}>"
 
 
 def _check(plan: Draft) -> None:
@@ -89,11 +119,11 @@ def _check(plan: Draft) -> None:
     places = set(plan.loaded.axes)
     for step in plan.steps:
         if unknown := {*step.places, *step.moves} - places:
-            raise UsageError(f"{name}: {type(step).__name__} names {min(unknown)}, which the tile lacks")
+            raise UsageError(f"{name}: {step.name} names {min(unknown)}, which the tile lacks")
     exact, done = True, set[Axis]()
     for at, step in enumerate(plan.steps):
         if why := _fault(plan, at, exact=exact, done=done):
-            raise UsageError(f"step {at + 1} ({type(step).__name__}) of {name}: {why}")
+            raise UsageError(f"step {at + 1} ({step.name}) of {name}: {why}")
         done.update(step.axes(plan.before(at)))
         if plan.carriers[at + 1] == PACKED and (step.changes_values or plan.carriers[at] == FP32):
             exact = False
@@ -104,8 +134,8 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
     if sum(isinstance(step, Renumber) for step in plan.steps) != plan.problem.transform.swapped:
         raise UsageError(f"{name}: the steps do not exchange the bits of digits once")
-    flipped = [True] if plan.matrix else [True, False]  # what multiplies by a matrix flips as it stores
-    if [step.before for step in plan.steps if isinstance(step, Signs)] != flipped * plan.problem.transform.signed:
+    flips = [step.before for step in plan.steps if isinstance(step, Signs)]
+    if flips != [*plan.tile.flips] * plan.problem.transform.signed:
         raise UsageError(f"{name}: the steps do not multiply by the signs before and after the transform")
     in_parts = SCALE_IN_PARTS if plan.problem.may_round_often else ()
     if (multiplied := plan.multiplied()) not in (*WHOLE_SCALE, *in_parts):

@@ -18,11 +18,20 @@ from hadagen.formats import POWERS, TENSOR, TILE, Element, Format, Layout
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
 _FRACTION_BITS = {Element.E4M3: 3, Element.E2M1: 1}
-# The types of codes that are not two of 4 bits in a byte, and of scales that do not have that of the input.
-_CODES = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}
-_SCALES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
-# Which PyTorch has from 2.7 and from 2.8 on.
-_NATIVE = {getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)}
+# PyTorch's own types of `Format.kinds` that are uint8 here, with the version that brought them.
+NATIVE = {"e8m0": ("float8_e8m0fnu", "2.7"), "e2m1": ("float4_e2m1fn_x2", "2.8")}
+# The types that codes or scales of a kind may have. Those that are made here have the first.
+KINDS: dict[str, tuple[torch.dtype, ...]] = {
+    "e4m3": (torch.float8_e4m3fn,),
+    "int8": (torch.int8,),
+    "int4": (torch.uint8,),
+    "none": (torch.uint8,),
+    "float32": (torch.float32,),
+    "packed": (torch.int32,),
+    "input": (torch.float16, torch.bfloat16, torch.float32),
+    **{kind: (torch.uint8, getattr(torch, name, torch.uint8)) for kind, (name, _) in NATIVE.items()},
+}
+_NATIVE = {KINDS[kind][1] for kind in NATIVE}
 
 
 def quantize(
@@ -47,8 +56,8 @@ def quantize(
 
 def types(to: Format, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Of codes and of scales. dtype: of the input."""
-    of_scales = torch.int32 if to.layout is Layout.PACKED else _SCALES.get(to.scale, dtype)
-    return _CODES.get(to.element, torch.uint8), of_scales
+    of_codes, of_scales = to.kinds
+    return KINDS[of_codes][0], dtype if of_scales == "input" else KINDS[of_scales][0]
 
 
 def empty(

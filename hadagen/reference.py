@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from hadagen.bits import Reals, decode, encode
-from hadagen.launch import ENTRY_BYTES
+from hadagen.operands import Values
 from hadagen.problem import LARGE, DType, Problem
 
 INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
@@ -19,10 +15,6 @@ NORMAL_ELEMENTS = 8192
 
 # Each run of this many elements of an "uneven" row is up to this power of two smaller than the largest run.
 UNEVEN_RUN, UNEVEN_POWER = 256, 40
-
-# What a transform takes beside x and the scale: "matrix", its entries [order, order]; "signs_before" and "signs_after"
-# as the params of these names. Signs that are not there are none.
-Operands = Mapping[str, NDArray[Any]]
 
 
 def verification_scale(problem: Problem) -> float:
@@ -35,33 +27,7 @@ def verification_scale(problem: Problem) -> float:
     return scale if problem.order == 1 else float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
 
 
-def verification_operands(problem: Problem) -> dict[str, NDArray[Any]]:
-    """A matrix of random −1, 0 and 1, few of them 0, and random signs, where the problem has some. Its rows are no
-    more orthogonal than random ones, and it is not symmetric, so that transposed it gives another result."""
-    random = np.random.default_rng(problem.order)
-    operands: dict[str, NDArray[Any]] = {}
-    if problem.order > 1:
-        operands["matrix"] = random.choice((-1, 0, 1), (problem.order, problem.order), p=(0.48, 0.04, 0.48))
-    if problem.transform.signed:
-        size = -(-problem.n // 8)
-        operands |= {name: random.integers(0, 256, size, np.uint8) for name in ("signs_before", "signs_after")}
-    return operands
-
-
-def kernel_operands(problem: Problem, operands: Operands) -> dict[str, NDArray[Any]]:
-    """The operands as a kernel takes them: the matrix as `MATRIX_PARAMS` says."""
-    if problem.order == 1:
-        return dict(operands)
-    count = -(-problem.order // 16)
-    padded = np.zeros((16 * count, 16 * count), np.uint8)
-    matrix = operands["matrix"]
-    padded[: problem.order, : problem.order] = sum((matrix == entry) * byte for entry, byte in ENTRY_BYTES.items())
-    # Row 16 i + 8 a + g and column 16 j + 8 b + 2 t + c → part (i, j), lane 4 g + t, word 2 b + a, half c.
-    parts = padded.reshape(count, 2, 8, count, 2, 4, 2).transpose(0, 3, 2, 5, 4, 1, 6)
-    return {**operands, "matrix": np.ascontiguousarray(parts).reshape(-1)}
-
-
-def transform(problem: Problem, x: Reals, scale: float, operands: Operands) -> Reals:
+def transform(problem: Problem, x: Reals, scale: float, operands: Values) -> Reals:
     """The transform of a problem over the last dimension of x, in float64."""
 
     def signs(name: str) -> Reals:

@@ -18,7 +18,7 @@ from hadagen.formats import TENSOR
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import transform
-from hadagen.runtime import compute, kernels, repeat
+from hadagen.runtime import compute, kernels, streams, tables
 from hadagen.runtime.operands import packed_size, unpack_matrices
 from hadagen.scale import ScaleForm
 
@@ -137,11 +137,11 @@ class EmulatedDevice:
         self.without: set[str] = set()  # keys
         self.form = ScaleForm.FLOAT16_FACTORS
         self.searches = 0
-        repeat.forget()
+        tables.forget()
         monkeypatch.setattr(compute, "takes_kernels", lambda x: x.numel() > 0)
         monkeypatch.setattr(kernels, "find", self._find)
-        monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
-        monkeypatch.setattr(kernels, "current_device", lambda: -1)  # what PyTorch calls the CPU
+        monkeypatch.setattr(streams, "raw_stream", lambda device: 0)
+        monkeypatch.setattr(streams, "current_device", lambda: -1)  # what PyTorch calls the CPU
 
     def _find(self, kind: kernels.Kind, elements: int) -> EmulatedKernel | None:
         self.searches += 1
@@ -166,7 +166,7 @@ class EmulatedDevice:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield EmulatedDevice(monkeypatch)
-    repeat.forget()
+    tables.forget()
 
 
 def same(y: torch.Tensor, wanted: torch.Tensor) -> bool:

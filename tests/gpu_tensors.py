@@ -7,7 +7,7 @@ import torch
 
 from hadagen import Match, Problem, best_config, driver, hadamard_transform
 from hadagen.problem import Rows, padded_length
-from hadagen.runtime import compute, kernels
+from hadagen.runtime import compute, kernels, tables
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -20,9 +20,9 @@ def kernels_for_this_gpu() -> None:
 
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_timed", {})
-    monkeypatch.setattr(kernels, "_found", {})
-    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(tables, "timed", {})
+    monkeypatch.setattr(tables, "found", {})
+    monkeypatch.setattr(tables, "loaded", {})
     monkeypatch.setattr(kernels, "_unserved", set())
     compute.calls.clear()
 

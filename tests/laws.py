@@ -25,8 +25,9 @@ from hadagen import quantizer
 from hadagen.formats import TENSOR, Element, Format
 from hadagen.measure.operands import DeviceOperands, orthogonal_matrix
 from hadagen.measure.verify import _BITS, TORCH_DTYPE, Arrangement, Launchable, Verifier, _Findings, arrangements
+from hadagen.operands import Values, verification_operands
 from hadagen.problem import LARGE, Problem
-from hadagen.reference import Operands, verification_operands, verification_scale
+from hadagen.reference import verification_scale
 
 MOST_ROWS = 300  # of a transform; of kernels with more rows in a tile, tiles are ragged anyway
 # Errors of few values do not average out, so some elements allow more than the bound of a problem.
@@ -43,7 +44,7 @@ class _Laws:
     def __init__(self, kernel: Launchable, problem: Problem, device: torch.device, stream: int) -> None:
         self._kernel, self._problem, self._device = kernel, problem, device
         self._verifier, self._findings = Verifier(device, stream), _Findings()
-        given: Operands = verification_operands(problem)
+        given: Values = verification_operands(problem)
         turned = dict(given)
         if problem.order > 1:
             matrix = orthogonal_matrix(problem.order)
@@ -122,17 +123,15 @@ class _Laws:
     ) -> torch.Tensor:
         bits = x.contiguous().view(_BITS[self._problem.io.input.bytes])
         given = self._operands if operands is None else operands
-        out = self._verifier._run(self._kernel, self._problem, bits, given, way, in_place, self._findings)
+        (out,) = self._verifier.run(self._kernel, self._problem, bits, given, way, in_place, self._findings)
         return out.view(self._dtype)
 
     def _quantize(self, x: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Codes, and scales [rows, groups], None where these say nothing of rows."""
         bits = x.view(-1, self._problem.n).view(_BITS[self._problem.io.input.bytes])
-        run = self._verifier._quantize
-        codes, scales = run(self._kernel, self._problem, form, bits, self._operands, self._findings)
-        if form.group == TENSOR:
-            return codes, None
-        return codes, quantizer.rows_of_scales(scales, form.layout, len(x), form.scales_in_row(self._problem.unit))
+        (way,) = arrangements(self._problem)
+        found = self._verifier.run(self._kernel, self._problem, bits, self._operands, way, False, self._findings)
+        return found[0], found[1] if form.group != TENSOR else None
 
     def _check_rows(self, x: torch.Tensor, y: torch.Tensor, way: Arrangement, in_place: bool, where: str) -> None:
         kept = torch.arange(len(x)) % 3 == 1

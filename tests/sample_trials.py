@@ -9,7 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hadagen.launch import MATRIX_PARAMS, PARAMS, ROW_PARAMS, SIGN_PARAMS, LaunchSpec, Param, params_for
+from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, Param
+from hadagen.operands import MATRIX, SIGNS, params_for
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.regimes import ELEMENT_BUCKETS, Cache, Destination, element_buckets
 from hadagen.scale import ScaleForm
@@ -105,7 +106,7 @@ launches = st.builds(
         [
             PARAMS,
             (*PARAMS, *ROW_PARAMS),
-            (*PARAMS, *MATRIX_PARAMS, *SIGN_PARAMS),
+            (*PARAMS, MATRIX.param, *(each.param for each in SIGNS)),
             (*PARAMS, Param("const void*", "bias")),
         ]
     ),

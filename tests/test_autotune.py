@@ -34,7 +34,7 @@ from hadagen.problem import Numerics, Problem, Rows
 from hadagen.programs import Stopped
 from hadagen.regimes import Destination
 from hadagen.runtime import autotune as asking
-from hadagen.runtime import bundles, compute, kernels
+from hadagen.runtime import bundles, compute, kernels, tables, warmup
 from hadagen.runtime.device import Device
 from hadagen.space import Space
 from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
@@ -161,17 +161,18 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(asking, "_tried", set())
-    for module in (asking, kernels):
+    for module in (asking, warmup, kernels):
         monkeypatch.setattr(module, "cuda_device", lambda index: machine.device)
+    for module in (asking, warmup):
         monkeypatch.setattr(module, "cuda_index", lambda device: device if device in (0, 1) else 0)
     for name, empty in (
-        ("_timed", {}),
-        ("_found", {}),
-        ("_loaded", {}),
-        ("_unfit", defaultdict(dict)),
-        ("_unserved", set()),
+        ("timed", {}),
+        ("found", {}),
+        ("loaded", {}),
+        ("unfit", defaultdict(dict)),
     ):
-        monkeypatch.setattr(kernels, name, empty)
+        monkeypatch.setattr(tables, name, empty)
+    monkeypatch.setattr(kernels, "_unserved", set())
     monkeypatch.delenv(kernels.AUTOTUNE, raising=False)
     return machine
 
@@ -532,7 +533,7 @@ def test_calls_that_do_not_measure(
         monkeypatch.setenv(bundles.VARIABLE, str(bundles.user_directory() / "sm90.db"))
     assert call().entry.gpu == H100.gpu
     assert machine.runs == []
-    assert kernels._timed
+    assert tables.timed
 
 
 def test_a_failure_is_one_warning_and_calls_go_on(
@@ -544,7 +545,7 @@ def test_a_failure_is_one_warning_and_calls_go_on(
     with pytest.warns(RuntimeWarning, match="n256-float16-accurate is not autotuned: none of") as caught:
         assert call().entry.gpu == H100.gpu
     assert len(caught) == 1
-    kernels.forget(PROBLEM)
+    tables.forget(PROBLEM)
     assert call().entry.gpu == H100.gpu  # without a warning, which would be an error
     assert len(machine.runs) == 1
 
@@ -552,7 +553,7 @@ def test_a_failure_is_one_warning_and_calls_go_on(
 def test_a_warm_up_measures_too(machine: Machine, loads: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.AUTOTUNE, "1")
     compiled: list[str] = []
-    monkeypatch.setattr(kernels, "compile_missing", lambda chosen, _: compiled.extend(e.arch for e, _ in chosen))
+    monkeypatch.setattr(warmup, "compile_missing", lambda chosen, _: compiled.extend(e.arch for e, _ in chosen))
     assert hadagen.warmup(256, "float16", rows=64, inplace=True, numerics="accurate") >= 1
     assert len(machine.runs) == 2  # contiguous and pitched rows
     assert set(compiled) == {"sm80"}  # nothing that is not used any more
@@ -565,13 +566,13 @@ def test_later_calls_of_this_process_run_the_new_winners(
     monkeypatch.setitem(compute.calls, ("a call",), None)
     monkeypatch.setitem(compute._calls_into, ("another",), None)
     assert call(FAST) is None
-    others = dict(kernels._timed)
+    others = dict(tables.timed)
     assert call().entry.gpu == H100.gpu
-    loaded = dict(kernels._loaded)
+    loaded = dict(tables.loaded)
     hadagen.autotune(PROBLEM)
     assert call().entry.gpu == "NVIDIA H800"
-    assert kernels._loaded.items() > loaded.items()  # graphs may hold them
-    assert kernels._timed.items() > others.items()
+    assert tables.loaded.items() > loaded.items()  # graphs may hold them
+    assert tables.timed.items() > others.items()
     assert not compute.calls
     assert not compute._calls_into
 

@@ -20,19 +20,21 @@ from sample_bundle import hide_bundles
 from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_trial, times
 from test_quantizing_kernels import emulated
 
-from hadagen import hadamard_transform, rotate_quantize
+from hadagen import hadamard_transform, rotate_quantize, warmup
 from hadagen.arch import load_arch
 from hadagen.bits import encode
 from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.errors import DeviceError, UsageError
 from hadagen.knobs import Knobs
-from hadagen.launch import LaunchSpec, params_for
+from hadagen.launch import LaunchSpec
+from hadagen.operands import params_for
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, choose, compute, kernels, operator, quantize
-from hadagen.runtime.choose import best_config, choose_from_bundles, timed_in_bundles
+from hadagen.runtime import best, bundles, compute, kernels, operator, quantize, tables
+from hadagen.runtime.best import best_config
+from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.space import Space, build_plan
 from hadagen.trial import Trial
@@ -239,7 +241,7 @@ def test_a_few_kernels_of_the_arithmetic_do_not_hide_many(bundle: Path) -> None:
 def test_what_names_the_kernel_of_a_call_knows_the_variable(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for flag in (False, True):
-        monkeypatch.setattr(choose, "BATCH_INVARIANT", flag)
+        monkeypatch.setattr(best, "BATCH_INVARIANT", flag)
         found.append(best_config(PROBLEM, SMALL // 256, arch="sm90").launch)
     assert [launch and launch.arithmetic for launch in found] == [ONE, TWO]
 
@@ -250,9 +252,9 @@ def machine(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(kernels, "cuda_device", lambda index: DEVICE)
     monkeypatch.setattr(kernels, "load", lambda bundle, entry, device, target: entry)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-    kernels._forget()
+    tables.clear()
     yield
-    kernels._forget()
+    tables.clear()
 
 
 INVARIANT = kernels.Kind(0, PROBLEM, True, True)
@@ -314,7 +316,7 @@ def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path) -> None
     found = kernels.find(kind, SMALL)
     assert found
     assert found.launch.arithmetic == TWO  # type: ignore[attr-defined]
-    kernels._forget()
+    tables.clear()
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {})
     with pytest.warns(
         RuntimeWarning, match="no kernels of n256-float16-to-mxfp8_32-accurate give the same .*, so PyTor"
@@ -402,7 +404,7 @@ def test_a_flag_that_is_none_is_refused() -> None:
     with pytest.raises(TypeError, match="batch_invariant is 'yes'; pass True or False"):
         hadamard_transform(torch.ones(2), batch_invariant="yes")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"batch_invariant = 2 is not supported; give True or False"):
-        kernels.warmup(8, "float16", batch_invariant=2)  # type: ignore[arg-type]
+        warmup(8, "float16", batch_invariant=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), ("", False)])

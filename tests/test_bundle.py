@@ -39,7 +39,7 @@ from sample_trials import (
 from hadagen.arch import load_arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs, are_known
-from hadagen.launch import params_for
+from hadagen.operands import params_for
 from hadagen.problem import DType, Problem, Rows, Transform
 from hadagen.regimes import Cache, Destination, element_buckets
 from hadagen.scale import ScaleForm

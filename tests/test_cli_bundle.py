@@ -275,6 +275,7 @@ def test_list_says_what_calls_leave_out(sample: Path, tmp_path: Path, monkeypatc
     assert listed.stdout == f"1 bundle, {fix}\n"
     shutil.copy(sample, found.with_name("more.db"))
     assert run("bundle", "list").stdout == f"2 bundles, {fix}\n"
+    found.with_name("broken.db").write_text("no bundle")
     assert json.loads(run("bundle", "list", "--json").stdout)["untrusted"] == [
         str(found.with_name(name)) for name in ("more.db", "sm90.db")
     ]

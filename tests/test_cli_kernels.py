@@ -21,7 +21,8 @@ from test_recipes import forbid_work, recipe_of
 from hadagen import recipes, toolchain
 from hadagen.arch import load_arch
 from hadagen.cli import emit
-from hadagen.launch import ENTRY, LaunchSpec, Source, params_for
+from hadagen.launch import ENTRY, LaunchSpec, Source
+from hadagen.operands import params_for
 from hadagen.problem import DType, Problem
 from hadagen.recipes import Recipe, image_of
 from hadagen.regimes import Destination
@@ -115,7 +116,7 @@ def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
 
 
 def test_best_on_a_gpu_that_there_is_no_target_for(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hadagen.runtime.choose.find_device", lambda name, arch: Device(arch or "sm70", "Tesla V100"))
+    monkeypatch.setattr("hadagen.runtime.best.find_device", lambda name, arch: Device(arch or "sm70", "Tesla V100"))
     known = ", ".join(known_archs())
     said = succeed("best", "--n", "256", "--rows", "4")
     assert f"no kernel, PyTorch computes it; hadagen makes kernels for {known} only" in said

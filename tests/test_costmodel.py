@@ -23,9 +23,10 @@ from hadagen.knobs import Knobs, are_known, plan_of
 from hadagen.launch import LaunchSpec, RowShape, Source
 from hadagen.layout import CHUNK_BITS
 from hadagen.measure import Cell, Variant, all_cells
+from hadagen.operands import verification_operands
 from hadagen.plan import Plan
 from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem, Rows
-from hadagen.reference import INPUT_CLASSES, input_classes, verification_operands
+from hadagen.reference import INPUT_CLASSES, input_classes
 from hadagen.regimes import ELEMENT_BUCKETS, REGIMES, Cache, Destination, element_buckets
 from hadagen.space import Space, build_plan
 from hadagen.steps.base import Cost

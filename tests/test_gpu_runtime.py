@@ -25,7 +25,7 @@ import hadagen
 from hadagen import Match, Problem, best_config, driver, hadamard_transform
 from hadagen.problem import Rows, padded_length
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, kernels
+from hadagen.runtime import bundles, kernels, streams
 from hadagen.runtime.choose import choose_from_bundles
 from hadagen.runtime.device import find_device
 
@@ -103,7 +103,7 @@ def test_ptx_gives_the_same(nothing_loaded: None) -> None:
     kernel = bundle.kernel(entry.kernel)
     loaded = driver.load(kernel.ptx, kernel.entry, kernel.launch, x.get_device())
     y = torch.empty_like(x)
-    kernels.queue(loaded.prepared(x.numel(), 0.5), x.get_device(), x.data_ptr(), y.data_ptr())
+    streams.queue(loaded.prepared(x.numel(), 0.5), x.get_device(), x.data_ptr(), y.data_ptr())
     assert_good(y, x, 0.5)
 
 

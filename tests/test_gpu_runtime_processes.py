@@ -63,8 +63,8 @@ before = set(sys.modules)
 import hadagen
 hadagen.hadamard_transform(x, inplace=True)
 torch.cuda.synchronize()
-from hadagen.runtime import kernels
-assert kernels._found and all(kernels._found.values()), "plain PyTorch did it"
+from hadagen.runtime import tables
+assert tables.found and all(tables.found.values()), "plain PyTorch did it"
 print(sorted({"optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml"} & set(sys.modules) - before))
 """
     environment = {**os.environ, "PATH": ""}

@@ -24,7 +24,7 @@ from hadagen.errors import ToolchainError
 from hadagen.knobs import Knobs
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
-from hadagen.runtime import autotune, bundles, kernels, loading
+from hadagen.runtime import autotune, bundles, kernels, loading, tables
 from hadagen.runtime.choose import choose_from_bundles, is_settled
 from hadagen.runtime.device import Device
 from hadagen.runtime.guesses import nearest_problems
@@ -229,7 +229,7 @@ def test_a_failure_is_remembered_and_pytorch_does_it(loader: Loader, monkeypatch
         assert find(problem=SIGNED) is None
     assert asked == [SIGNED.key]
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    kernels.forget(SIGNED)
+    tables.forget(SIGNED)
     with pytest.raises(hadagen.DeviceError, match="refused"):  # or plain PyTorch would stay in the graph
         find(1 << 20, problem=SIGNED)
 

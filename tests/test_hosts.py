@@ -19,6 +19,7 @@ import torch
 from host_models import CPU, EXPECTED, NAMES, OF_TWO, Model, X, is_map_of, orthogonal, signs_of
 
 from hadagen import Rotation, TensorError, rotate_quantize
+from hadagen.runtime import sealed
 
 WARNING = "the values with which the Rotation was made, or that it had last, are taken instead"
 
@@ -188,6 +189,14 @@ def test_values_that_were_changed_are_refused(kind: str) -> None:
         BUFFERS[kind](0).load_state_dict(r.state_dict())
     r.reset_parameters()
     assert torch.equal(r(torch.ones(r.n)), BUFFERS[kind](0)(torch.ones(r.n)))
+
+
+def test_other_memory_at_the_address_of_a_freed_buffer_is_read_again() -> None:
+    memory = bytearray(sealed.seal(torch.ones(4, dtype=torch.uint8), "signs").tolist())
+    sealed.check(torch.frombuffer(memory, dtype=torch.uint8), least=0)
+    memory[0] ^= 1
+    with pytest.raises(TensorError, match="was changed since it was made"):
+        sealed.check(torch.frombuffer(memory, dtype=torch.uint8), least=0)
 
 
 @pytest.mark.parametrize("kind", BUFFERS)

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,13 +24,15 @@ TABLE = """
     problem          | formats errors                                      |
     scale            |                                                     |
     matrices         | errors                                              |
-    launch           | scale problem formats errors                                |
+    launch           | scale errors                                        |
+    operands         | launch problem formats quantizer                    | numpy torch
     regimes          | problem launch                                      |
+    accuracy         | quantizer problem formats                           | torch
     trial            | regimes problem launch                              |
     target           | errors                                              |
     layout           |                                                     |
-    steps            | layout problem formats scale launch                 | numpy
-    plan             | steps layout launch errors                          |
+    steps            | operands layout problem formats scale launch                 | numpy
+    plan             | steps layout problem launch errors                  |
     knobs            | plan steps layout problem formats errors            |
     arch             | knobs target errors                                 | pydantic yaml
     legality         | knobs steps layout arch problem                     |
@@ -38,7 +41,7 @@ TABLE = """
     templates        |                                                     |
     codegen          | plan steps layout launch problem                       | jinja2
     bits             | problem                                             | numpy
-    reference        | bits launch problem                                 | numpy
+    reference        | operands bits problem                                 | numpy
     cache            | owners errors                                       |
     programs         | errors                                              |
     nvrtc_calls      |                                                     |
@@ -48,18 +51,18 @@ TABLE = """
     compilers        | nvrtc nvrtc_calls programs errors                   |
     toolchain        | cache programs compilers cubin ptx_version templates arch trial launch errors |
     recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs target trial launch problem errors |
-    emulator         | cache programs templates reference bits quantizer launch problem formats errors | numpy torch
+    emulator         | operands cache programs templates reference bits accuracy quantizer launch problem errors | numpy torch
     libcuda          | errors                                              |
     libnvml          |                                                     |
     driver           | libcuda libnvml launch errors                       |
     gpu_class        | driver libnvml errors                               |
     tuning_db.files  |                                                     |
     tuning_db.signatures | errors                                          | cryptography
-    tuning_db.bundle | tuning_db.files tuning_db.signatures trial regimes problem launch target errors |
+    tuning_db.bundle | operands tuning_db.files tuning_db.signatures trial regimes problem launch target errors |
     tuning_db        | tuning_db.files tuning_db.signatures tuning_db.bundle owners ptx_version trial regimes problem launch target errors | sqlalchemy alembic
-    measure          | gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
+    measure          | operands accuracy gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
-    runtime          | quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
+    runtime          | operands quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
     compat           | runtime problem matrices errors                             | torch
     presets          | quantizer runtime errors                                              | torch
     registration     |                                                     |
@@ -136,6 +139,14 @@ def imports_of(module: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+def file_of(target: str) -> str:
+    """The module that holds a name, which begins with `hadagen.`; of what `hadagen` itself defines, `__init__`."""
+    name = target.partition(".")[2]
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or "__init__"
+
+
 def may_import(room: str, target: str) -> bool:
     package, _, rest = target.partition(".")
     if package != "hadagen":
@@ -164,6 +175,18 @@ def test_a_module_imports_only_what_its_room_may(module: str) -> None:
     path = MODULES[module].relative_to(ROOT)
     wrong = [f"{path}:{line} imports {target}" for line, target in imports_of(module) if not may_import(room, target)]
     assert not wrong, f"{room} may import {sorted(ROOMS[room].rooms)} and {sorted(ROOMS[room].packages)}; but {wrong}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Not within functions or for types either."""
+    after = {
+        module: {file_of(target) for _, target in imports_of(module) if target.startswith("hadagen.")} - {module}
+        for module in MODULES
+    }
+    try:
+        TopologicalSorter(after).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize(("module", "first"), [("hadagen", "sys"), ("hadagen.runtime", "torch")])

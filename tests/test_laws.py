@@ -23,9 +23,9 @@ from hadagen.codegen import render
 from hadagen.emulator import RESIDENT_CLUSTERS, EmulationError, HostModule, compile_host
 from hadagen.formats import TENSOR
 from hadagen.knobs import Knobs, plan_of
-from hadagen.launch import LaunchSpec, RowShape, Source, params_for
+from hadagen.launch import LaunchSpec, RowShape, Source
+from hadagen.operands import kernel_operands, params_for, verification_operands
 from hadagen.problem import Problem
-from hadagen.reference import kernel_operands, verification_operands
 from hadagen.tuning_db.bundle import Bundle
 
 

@@ -17,10 +17,11 @@ from hadagen.codegen import render
 from hadagen.emulator import HostModule, compile_host, verify
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
-from hadagen.launch import Source, params_for
+from hadagen.launch import Source
+from hadagen.operands import kernel_operands, params_for, verification_operands
 from hadagen.plan import Plan, interpret
 from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Problem, kernel_order
-from hadagen.reference import hadamard, kernel_operands, transform, verification_operands
+from hadagen.reference import hadamard, transform
 from hadagen.runtime.operands import combined
 from hadagen.runtime.rotation import Rotation
 from hadagen.space import Space, build_plan, rules_for
@@ -156,15 +157,15 @@ def test_shared_memory_meets_no_bank_conflicts(sources: dict[str, list[Source]],
             x = np.zeros(source.launch.tile_elements, np.uint16)
             report = module.run(source.entry, source.launch, x, x.copy(), scale=1.0, operands=operands)
             assert not report.complaint
-            if isinstance(plan.matrix, Matrix) and (knobs.load, knobs.chunks) != ("bulk", 1):
+            if isinstance(plan.tile, Matrix) and (knobs.load, knobs.chunks) != ("bulk", 1):
                 assert report.bank_conflicts == 0, source.entry
-                staged.add((knobs.load, plan.matrix.shape(plan).groups > 1))
+                staged.add((knobs.load, plan.tile.shape(plan).groups > 1))
     assert staged >= {("bulk", True), ("bulk", False)}
 
 
 def test_all_ways_through_the_kernel_are_tried() -> None:
     tried = [(plan, knobs) for key in WITH_MATRIX for plan, knobs in zip(plans(key), chosen(key), strict=True)]
-    with_h = [(plan, plan.matrix, knobs) for plan, knobs in tried if isinstance(plan.matrix, Matrix)]
+    with_h = [(plan, plan.tile, knobs) for plan, knobs in tried if isinstance(plan.tile, Matrix)]
     loads = {"plain": [("tiles", 1)], "bulk": [("tiles", 1), ("persistent", 1), ("persistent", 2)]}
     both = {True, False}
     for load, ways in loads.items():
@@ -185,8 +186,8 @@ def test_all_ways_through_the_kernel_are_tried() -> None:
         assert {knobs.trigger for *_, knobs in some} >= {"end", "load"}
         assert {knobs.ahead > 0 for *_, knobs in some} == both
     assert {matrix.shape(plan).together for plan, matrix, _ in with_h} == {1, 2, 4}
-    assert {matrix.operands(plan) % matrix.slabs > 0 for plan, matrix, _ in with_h} == both
-    squares = [(plan, plan.matrix) for plan, _ in tried if isinstance(plan.matrix, Square)]
+    assert {matrix.operands_in_slab(plan) % matrix.slabs > 0 for plan, matrix, _ in with_h} == both
+    squares = [(plan, plan.tile) for plan, _ in tried if isinstance(plan.tile, Square)]
     assert {square.in_place(plan) for plan, square in squares} == both
 
 

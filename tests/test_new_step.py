@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jinja2
@@ -17,16 +18,16 @@ from hadagen.costmodel import Estimate, costs_of
 from hadagen.emulator import EmulationError, compile_host, verification_rows, verify
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
-from hadagen.launch import PARAMS, Param
+from hadagen.launch import PARAMS
 from hadagen.layout import Place, reg
+from hadagen.operands import Operand
 from hadagen.plan import Plan, interpret
 from hadagen.problem import DType, Problem
 from hadagen.reference import hadamard
 from hadagen.regimes import Cache, Destination
 from hadagen.space import build_plan
-from hadagen.steps.base import FP32, Cost, Roundings, Step
+from hadagen.steps.base import FP32, Cost, Draft, Region, Roundings, Step
 from hadagen.steps.conversions import Round
-from hadagen.steps.draft import Draft
 from hadagen.steps.transforms import Butterfly
 
 QUAD = """
@@ -47,12 +48,14 @@ for (int i = 0; i < 2 * {{ chunks }}; ++i) {
 class Quad(Step):
     """Transforms the bits at reg[`low`] and the next at once."""
 
-    low: int
-
+    name = "Quad"
+    labels = "low"
     template = "quad.cu.j2"
     says = "quad from reg{low}: bits {bits}"
     takes = FP32
     holds_all = True
+
+    low: int
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -114,10 +117,14 @@ for (int i = 0; i < 8 * {{ chunks }}; ++i) {{ f }}[i] += as_float(load16(bias).w
 class AddBias(Step):
     """Adds the one float at the address that the kernel is given as `bias`."""
 
+    name = "AddBias"
     template = "bias.cu.j2"
     says = "add the bias"
     takes = FP32
-    params = (Param("const void*", "bias"),)
+    operands = (Operand("bias", lambda problem: True, lambda problem, *_: np.ones(4, np.float32)),)
+
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        yield Region("bias", 16 * plan.warps)
 
 
 def test_what_a_step_asks_for_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +133,8 @@ def test_what_a_step_asks_for_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch
     plan = dataclasses.replace(known, steps=(*known.steps[:-1], AddBias(), known.steps[-1]))
     assert known.launch.params == PARAMS
     assert plan.launch.signature == f"{known.launch.signature}, const void* bias"
+    assert plan.footprint.offset("bias") == known.launch.shared_bytes
+    assert plan.launch.shared_bytes == known.launch.shared_bytes + 16 * plan.warps
 
     loaders = [jinja2.DictLoader({"bias.cu.j2": BIAS}), codegen.ENVIRONMENT.loader]
     monkeypatch.setattr(codegen.ENVIRONMENT, "loader", jinja2.ChoiceLoader([each for each in loaders if each]))

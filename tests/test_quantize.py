@@ -25,7 +25,7 @@ from hadagen import (
 )
 from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.quantizer import memory_of
-from hadagen.runtime import repeat
+from hadagen.runtime import tables
 
 N = 256
 R = Rotation(N, signs=some_signs(64), block=64)
@@ -155,7 +155,7 @@ def test_small_blocks_are_rotated_too(n: int, kernels: bool, monkeypatch: pytest
         expected, gradient = (torch.autograd.grad((each * g).sum(), leaf)[0] for each in (wide, traced.dequantize()))
         assert torch.allclose(gradient, expected, atol=1e-5), rotation
         count += 1
-    repeat.forget()
+    tables.forget()
     assert count >= 18
 
 

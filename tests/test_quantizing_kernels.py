@@ -18,10 +18,11 @@ from hadagen.emulator import HostModule, compile_host, verify
 from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.knobs import Knobs
 from hadagen.launch import Source
+from hadagen.operands import kernel_operands, verification_operands
 from hadagen.plan import interpret
 from hadagen.problem import Problem
 from hadagen.quantizer import memory_of, quantize
-from hadagen.reference import hadamard, kernel_operands, transform, verification_operands
+from hadagen.reference import hadamard, transform
 from hadagen.runtime import compute, quantizing
 from hadagen.space import Space, build_plan
 

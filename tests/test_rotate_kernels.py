@@ -20,7 +20,7 @@ from hadagen.emulator import compile_host
 from hadagen.errors import TensorError
 from hadagen.knobs import Knobs
 from hadagen.problem import Problem
-from hadagen.runtime import repeat, rotate
+from hadagen.runtime import rotate, tables
 from hadagen.runtime.operands import addresses, pack_matrix, pack_signs, unpack_signs
 from hadagen.space import Space, build_plan
 
@@ -202,7 +202,7 @@ def test_a_call_that_comes_again_is_one_look_up(
     assert device.searches == searches
     with pytest.raises(TypeError):
         r(normal(4, 224, dtype=HALF), inplace=inplace)  # a new call, which would be checked
-    repeat.forget()
+    tables.forget()
     assert not rotate.calls
 
 

@@ -28,7 +28,7 @@ from hadagen.errors import NoCompilerError, StorageError
 from hadagen.launch import ENTRY
 from hadagen.problem import Problem, Transform
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, compute, kernels, loading
+from hadagen.runtime import bundles, compute, kernels, loading, streams, tables, warmup
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.trial import Environment, Kernel, Provenance, recipe_digest
@@ -61,13 +61,14 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
     loader = Loader()
     hide_bundles(tmp_path, monkeypatch)
     monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
-    monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm90", H100.gpu))
-    monkeypatch.setattr(kernels, "_timed", {})
-    monkeypatch.setattr(kernels, "_found", {})
-    monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(kernels, "_unfit", defaultdict(dict))
+    for module in (kernels, warmup):
+        monkeypatch.setattr(module, "cuda_device", lambda index: Device("sm90", H100.gpu))
+    monkeypatch.setattr(tables, "timed", {})
+    monkeypatch.setattr(tables, "found", {})
+    monkeypatch.setattr(tables, "loaded", {})
+    monkeypatch.setattr(tables, "unfit", defaultdict(dict))
     monkeypatch.setattr(kernels, "_unserved", set())
-    monkeypatch.setattr(kernels.driver, "load", loader)
+    monkeypatch.setattr(streams.driver, "load", loader)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(recipes, "_roots", [tmp_path / "cache"])
     monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
@@ -171,7 +172,7 @@ def test_threads_load_a_kernel_once(error: DriverError | None, loader: Loader) -
 
 def test_a_known_bucket_opens_no_file_and_takes_no_lock(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     first = find()
-    monkeypatch.setattr(kernels, "_lock", None)
+    monkeypatch.setattr(tables, "lock", None)
     monkeypatch.setattr(bundles, "known", None)
     assert find((1 << 13) + 256) is first
 
@@ -247,10 +248,10 @@ def test_a_launch_is_queued_on_the_current_stream_of_its_device(current: int, mo
         calls.append(("active", device))
         yield
 
-    monkeypatch.setattr(kernels, "raw_stream", lambda device: 100 + device)
-    monkeypatch.setattr(kernels.driver, "active", active)
-    monkeypatch.setattr(kernels, "current_device", lambda: current)
-    kernels.queue(lambda *arguments: calls.append(arguments), 1, 16, 32)
+    monkeypatch.setattr(streams, "raw_stream", lambda device: 100 + device)
+    monkeypatch.setattr(streams.driver, "active", active)
+    monkeypatch.setattr(streams, "current_device", lambda: current)
+    streams.queue(lambda *arguments: calls.append(arguments), 1, 16, 32)
     assert calls == [("active", 1)] * (current != 1) + [(101, 16, 32)]
 
 
@@ -350,8 +351,8 @@ def test_where_large_clusters_do_not_fit_the_best_of_the_others_runs(
     assert timed_in_bundles(PROBLEM, Destination.IN_PLACE, device) == [small, middle, large]
     assert [find(elements) is not None for elements in (small, middle, large)] == [True] * 3
     assert loader.images == [b"cubin 1", b"cubin 4"]
-    kernels._found.clear()
-    kernels._loaded.clear()
+    tables.found.clear()
+    tables.loaded.clear()
     loader.images.clear()
     loader.too_large = {b"cubin 1"}
     assert find(small)
@@ -396,8 +397,8 @@ def test_a_kernel_that_does_not_load_ends_a_graph_capture(loader: Loader, monkey
 @pytest.fixture
 def machine(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(kernels, "cuda_index", lambda device: {None: 0, "cuda:1": 1}.get(device))
-    monkeypatch.setattr(kernels, "_row", lambda columns, dtype, device: torch.empty(1, columns, dtype=dtype))
+    monkeypatch.setattr(warmup, "cuda_index", lambda device: {None: 0, "cuda:1": 1}.get(device))
+    monkeypatch.setattr(warmup, "_row", lambda columns, dtype, device: torch.empty(1, columns, dtype=dtype))
     monkeypatch.setattr(compute, "takes_kernels", lambda x: True)
     return loader
 
@@ -451,7 +452,7 @@ def test_warmup_loads_what_those_rows_run(
     assert hadagen.warmup(**{"n": 256, "dtype": "float16", **options}) == len(chunks)
     assert sorted(machine.images) == [b"cubin %d" % each for each in chunks]
     monkeypatch.setattr(bundles, "known", None)
-    for rows in (3, 300, 400, 500) if "rows" not in options else kernels._several(options["rows"]):
+    for rows in (3, 300, 400, 500) if "rows" not in options else warmup._several(options["rows"]):
         assert find(rows * 256)
 
 

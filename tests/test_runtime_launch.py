@@ -20,7 +20,7 @@ from hadagen import hadamard_transform
 from hadagen.compat import hadacore
 from hadagen.errors import TensorError
 from hadagen.problem import Rows
-from hadagen.runtime import compute, repeat
+from hadagen.runtime import compute, tables
 from hadagen.scale import ScaleForm
 
 __all__ = ["device"]  # a fixture
@@ -210,7 +210,7 @@ def test_how_far_apart_a_single_row_lies_from_others_is_no_matter(device: Emulat
 
 
 def test_known_calls_are_not_kept_without_end(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeat, "_MAX_CALLS", 10)
+    monkeypatch.setattr(tables, "_MAX_CALLS", 10)
     for rows in range(1, 30):
         x = normal(rows, 8, dtype=HALF)
         assert same(hadamard_transform(x), padded(x))
@@ -330,20 +330,20 @@ def test_a_forked_child_knows_nothing_of_its_parent() -> None:
 import os
 import torch, hadagen
 from hadagen.problem import Problem, Rows
-from hadagen.runtime import compute, kernels
+from hadagen.runtime import compute, kernels, tables
 hadagen.hadamard_transform(torch.randn(3, 8))
-tables = (kernels._timed, kernels._found, kernels._loaded, kernels._unfit, compute.calls, compute._calls_into)
-for table in tables:
+remembered = (tables.timed, tables.found, tables.loaded, tables.unfit, compute.calls, compute._calls_into)
+for table in remembered:
     table["key"] = "of the parent"
-kernels._lock.acquire()
+tables.lock.acquire()
 if child := os.fork():
-    assert all(list(table) == ["key"] for table in tables)
+    assert all(list(table) == ["key"] for table in remembered)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     print("done")
 else:
     status = 1
     try:
-        assert not any(tables)
+        assert not any(remembered)
         kernels.cuda_device = lambda index: None
         assert kernels.find(kernels.Kind(0, Problem.of(8, "float16"), True), 8) is None
         torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import hadagen
 from hadagen import Rotation, TensorError, presets, rotate_quantize
 from hadagen.formats import KERNEL_LAYOUTS, TENSOR, Layout
 from hadagen.quantizer import memory_of
-from hadagen.runtime import kernels, quantize, quantizing, repeat
+from hadagen.runtime import kernels, quantize, quantizing, tables, warmup
 from hadagen.runtime.quantized import Quantized
 
 __all__ = ["device"]  # a fixture
@@ -237,10 +237,10 @@ def test_warmup_finds_what_calls_find(
         return find(kind, elements) if has_kernels or kind.problem.io.form is None else None
 
     monkeypatch.setattr(kernels, "find", note)
-    monkeypatch.setattr(kernels, "_timed_of", lambda kind: [1] if has_kernels or kind.problem.io.form is None else [])
-    monkeypatch.setattr(kernels, "_warmed_device", lambda device: -1)
-    monkeypatch.setattr(kernels, "cuda_device", lambda index: None)
-    monkeypatch.setattr(kernels, "_row", lambda columns, dtype, index: torch.empty(1, columns, dtype=dtype))
+    monkeypatch.setattr(kernels, "timed_of", lambda kind: [1] if has_kernels or kind.problem.io.form is None else [])
+    monkeypatch.setattr(warmup, "_warmed_device", lambda device: -1)
+    monkeypatch.setattr(warmup, "cuda_device", lambda index: None)
+    monkeypatch.setattr(warmup, "_row", lambda columns, dtype, index: torch.empty(1, columns, dtype=dtype))
     by = ROTATIONS[rotation]
     x = normal(2, 3, getattr(by, "n", N), dtype=HALF)
     if name == "fp8-group" and x.shape[-1] % 128:
@@ -253,7 +253,7 @@ def test_warmup_finds_what_calls_find(
             hadagen.warmup(by, HALF, rows=6, columns=columns, numerics=numerics, **asked, **options)
             warmed = set(found)
             found.clear()
-            repeat.forget()
+            tables.forget()
             for each in ("accurate", "fast") if numerics is None else (numerics,):
                 rotate_quantize(x, by, numerics=each, **asked, **options, **scale_for(name, x))
             called = {each for each in found if has_kernels or each[0].problem.io.form is None}

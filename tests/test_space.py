@@ -413,10 +413,10 @@ def test_accurate_bfloat16_crosses_to_other_blocks_as_float16(
 def test_levels_take_room_in_shared_memory() -> None:
     plan = build_plan(Problem.of(8192, DType.BFLOAT16), LEVELS, ARCH)
     (exchange,) = plan.exchanges
-    assert plan.footprint.levels_bytes == 16 * 2 * 4
-    assert plan.footprint.levels_offset == plan.footprint.exchange_offset(exchange) + 4 * 2 * exchange.slot_bytes
-    assert plan.footprint.shared_bytes == plan.footprint.levels_offset + plan.footprint.levels_bytes
-    assert plan.footprint.crossed_bytes(exchange) == 2 * 8192 // 4 + plan.footprint.levels_bytes
+    assert plan.footprint.size("levels") == 16 * 2 * 4
+    assert plan.footprint.offset("levels") == plan.footprint.offset("crossed") + 4 * 2 * exchange.slot_bytes
+    assert plan.footprint.shared_bytes == plan.footprint.offset("levels") + plan.footprint.size("levels")
+    assert exchange.crossed_bytes(plan) == 2 * 8192 // 4 + plan.footprint.size("levels")
 
 
 def test_seeds_of_clusters_load_whole_rows_too() -> None:

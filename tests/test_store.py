@@ -31,14 +31,16 @@ from sample_bundle import change, write_sample
 from sample_store import recorded, refusal
 from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_timing, make_trial, times, trial_lists
 from sqlalchemy import create_engine, event
-from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects import postgresql as dialect
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateTable
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import DType, Numerics, Rows
 from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial
-from hadagen.tuning_db import database, schema
+from hadagen.tuning_db import database, postgresql, schema
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.files import MOST_BYTES, connect_alone
 from hadagen.tuning_db.make import make_bundle
@@ -238,6 +240,12 @@ def test_a_url_opens_the_same_database(path: Path) -> None:
         assert store.url == f"sqlite:///{path}"
 
 
+def test_no_quoted_option_has_a_password() -> None:
+    quoting = OperationalError("", None, Exception('invalid options "password=secret sslpassword=hush"'))
+    said = postgresql.sentence(quoting, make_url("postgresql://me:secret@host/x?sslpassword=hush"), 1.0)
+    assert "password=*** sslpassword=***" in said
+
+
 def test_what_sqlalchemy_logs_is_not_printed() -> None:
     """Such as a traceback where Ctrl-C ends a query."""
     program = "import logging, hadagen.tuning_db.store; logging.getLogger('sqlalchemy.pool').error('a traceback')"
@@ -273,7 +281,7 @@ def test_every_field_has_a_column() -> None:
 
 def test_the_schema_suits_postgresql() -> None:
     for table in schema.Base.metadata.sorted_tables:
-        assert str(CreateTable(table).compile(dialect=postgresql.dialect()))
+        assert str(CreateTable(table).compile(dialect=dialect.dialect()))
 
 
 # ---- versions of the schema ------------------------------------------------------------------------------------------

@@ -317,17 +317,15 @@ def test_only_what_each_block_has_loaded_is_summed_over_blocks(load: Load) -> No
 def test_a_multicast_brings_what_is_summed_over_blocks() -> None:
     plan = changed(whole_rows(), 0, Load("multicast"))
     assert plan.shares_loaded == 2
-    assert plan.footprint.stage_bytes == 2 * 8192  # the whole row
+    assert plan.stage_bytes == 2 * 8192  # the whole row
     (exchange,) = plan.exchanges
     assert (
-        plan.footprint.exchange_offset(exchange) == plan.footprint.stages_offset == 128
+        plan.footprint.offset("slots") == plan.footprint.offset("stages") == 128
     )  # its slots take the place of the row
-    assert plan.footprint.shared_bytes == 128 + plan.footprint.stage_bytes + 16 * (exchange.slot_bytes - 1024)
+    assert plan.footprint.shared_bytes == 128 + plan.stage_bytes + 16 * (exchange.slot_bytes - 1024)
     of_four = Knobs(4, 2, 4, block_bits="load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     longer = build_plan(plan.problem, dataclasses.replace(of_four, load="multicast"), ARCH)
-    assert (
-        longer.footprint.shared_bytes == 128 + longer.footprint.stage_bytes > 128 + 8 * longer.exchanges[0].slot_bytes
-    )
+    assert longer.footprint.shared_bytes == 128 + longer.stage_bytes > 128 + 8 * longer.exchanges[0].slot_bytes
     with pytest.raises(UsageError, match="no step needs the shares of other blocks"):
         changed(build_plan(Problem.of(256, DType.BFLOAT16), Knobs(mma_carrier="split"), ARCH), 0, Load("multicast"))
     float32_rows = gathered()

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from measure_sample import ALL_PROBLEMS, PROBLEM, SPEC, array_at
 
 from hadagen.bits import decode, encode
-from hadagen.launch import LaunchSpec, RowShape, params_for
+from hadagen.launch import LaunchSpec, RowShape
+from hadagen.operands import params_for
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, hadamard, transform
 from hadagen.trial import Outcome
@@ -317,7 +318,7 @@ def test_an_error_just_above_the_bound_reads_so(monkeypatch: pytest.MonkeyPatch)
     import torch
 
     just_above = torch.tensor(PROBLEM.error_bound * (1 + 1e-6), dtype=torch.float64)
-    monkeypatch.setattr("hadagen.measure.verify._relative_error", lambda *_: just_above)
+    monkeypatch.setattr("hadagen.measure.verify.error_of", lambda *_: just_above)
     found, bound = re.findall(r"[0-9.]+e-[0-9]+", verify(StandIn(PROBLEM)).detail)
     assert float(found) > float(bound)
     assert len(found) == len(bound)

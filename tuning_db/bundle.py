@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hadagen.errors import StorageError
-from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec, params_for
+from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
+from hadagen.operands import params_for
 from hadagen.problem import Numerics, Problem
 from hadagen.regimes import Cache, Destination
 from hadagen.target import check_arch

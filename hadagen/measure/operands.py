@@ -1,4 +1,4 @@
-"""What a kernel takes beside x and y, in device memory: the matrix and the signs of a transform."""
+"""The operands of a kernel in device memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from contextlib import suppress
 
 import torch
 
-from hadagen import quantizer
 from hadagen.errors import UsageError
-from hadagen.launch import SIGN_PARAMS
 from hadagen.matrices import find_matrix
+from hadagen.operands import MATRIX, Values, kernel_operands, operands_of, verification_operands
 from hadagen.problem import Problem
-from hadagen.reference import Operands, hadamard, kernel_operands, verification_operands
+from hadagen.reference import hadamard
 
 # Bytes before and behind each array, and what they hold: as an entry of a matrix, nothing that it may have.
 _GUARD, _POISON = 4096, 0x7F
@@ -20,12 +19,12 @@ _GUARD, _POISON = 4096, 0x7F
 class DeviceOperands(dict[str, int]):
     """Name of a param → device address, as `LaunchSpec.arguments` takes them. It owns the memory."""
 
-    def __init__(self, problem: Problem, operands: Operands, device: torch.device) -> None:
-        """Signs that are not there are none. Raises PyTorch's `RuntimeError` where memory runs out."""
-        super().__init__({param.name: 0 for param in SIGN_PARAMS} if problem.transform.signed else {})
+    def __init__(self, problem: Problem, values: Values, device: torch.device) -> None:
+        """Optional operands without values are none. Raises PyTorch's `RuntimeError` where memory runs out."""
+        super().__init__({each.name: 0 for each in operands_of(problem) if each.is_optional})
         self.device = device
         self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and what it must hold
-        for name, value in kernel_operands(problem, operands).items():
+        for name, value in kernel_operands(problem, values).items():
             data = torch.from_numpy(value).flatten().view(torch.uint8)
             guard = torch.full((_GUARD,), _POISON, dtype=torch.uint8)
             content = torch.cat((guard, data, guard))
@@ -48,15 +47,12 @@ class Orthonormal(DeviceOperands):
     def __init__(self, problem: Problem, device: torch.device) -> None:
         operands = verification_operands(problem)
         square = 1  # of the norm of a row of the matrix
-        if problem.order > 1:
+        if MATRIX.is_taken(problem):
             matrix = orthogonal_matrix(problem.order)
             square = int(matrix[0].abs().sum())
             operands["matrix"] = matrix.numpy()
         super().__init__(problem, operands, device)
         self.scale = float((square * problem.length) ** -0.5)
-        self._given = quantizer.sample_scales(problem.io.form, 1, device) if problem.io.form else None
-        if self._given is not None:
-            self["tensor_scale"] = self._given.data_ptr()
 
 
 def orthogonal_matrix(order: int) -> torch.Tensor:

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hadagen import libcuda
+from hadagen.accuracy import TORCH_DTYPE
 from hadagen.driver import Launch, LoadedKernel, bindings, check
-from hadagen.launch import RowShape, sizes_for
+from hadagen.launch import RowShape
 from hadagen.measure.cells import EVICTION, Cell, Traffic
 from hadagen.measure.operands import Orthonormal
-from hadagen.measure.verify import TORCH_DTYPE
 from hadagen.measure.watch import Watch
+from hadagen.operands import sizes_for
 from hadagen.problem import DType, Problem
 from hadagen.regimes import Destination, timed_rows
 

@@ -22,25 +22,25 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hadagen import quantizer
+from hadagen.accuracy import TORCH_DTYPE, error_of, scales_in_rows
 from hadagen.bits import encode
 from hadagen.errors import told_apart
-from hadagen.formats import Format
-from hadagen.launch import LaunchSpec, RowShape, sizes_for
+from hadagen.formats import TENSOR
+from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
 from hadagen.measure.operands import DeviceOperands
 from hadagen.measure.watch import Watch
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.reference import Operands, input_classes, transform, verification_operands, verification_scale
+from hadagen.operands import MATRIX, Values, operands_of, sizes_for, verification_operands
+from hadagen.problem import Numerics, Problem, Rows
+from hadagen.reference import input_classes, transform, verification_scale
 from hadagen.regimes import timed_rows
 from hadagen.trial import Outcome
 
-TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
 # Bytes of an element → type of its raw bits.
 _BITS = {2: torch.int16, 4: torch.int32}
 
-# Bytes of an element → a NaN in every type of this size. Memory that no kernel wrote keeps it.
-_POISON = {2: 0x7FFF, 4: 0x7FFF7FFF}
-_BYTE = 0x7F
+# Bytes of an element → a NaN in every type of this size, or a large code. Memory that no kernel wrote keeps it.
+_POISON = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFF7FFF}
 _GUARD_ELEMENTS = 1 << 15  # 64 KiB or more
 # With this many elements, measured errors are stable to a few per mille.
 _LEAST_ELEMENTS = 1 << 17
@@ -124,15 +124,18 @@ def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
     )
 
 
-def operand_sets(problem: Problem) -> list[Operands]:
+def operand_sets(problem: Problem) -> list[Values]:
     """The operands to verify a problem with, those of most classes of input first: the matrix as it is, with signs;
     the matrix transposed, with signs; and no signs."""
-    operands = verification_operands(problem)
-    sets: list[Operands] = [operands]
-    if problem.order > 1:
+    operands, optional = (
+        verification_operands(problem),
+        [each.name for each in operands_of(problem) if each.is_optional],
+    )
+    sets: list[Values] = [operands]
+    if MATRIX.is_taken(problem):
         sets.append({**operands, "matrix": operands["matrix"].T})
-    if problem.transform.signed:
-        sets.append({name: each for name, each in operands.items() if name == "matrix"})
+    if optional:
+        sets.append({name: each for name, each in operands.items() if name not in optional})
     return sets
 
 
@@ -158,12 +161,14 @@ class _CaseKey(NamedTuple):
     operands: int = 0
 
 
+# The bits of a transform; or codes, and scales if groups have some.
+_Results = tuple[torch.Tensor, ...]
 # Constant rows with fewer columns than n are left out: their results have only a few values, and the rounding of so few
 # does not average out.
 _Cases = dict[_CaseKey, _Case]
 
 
-def _cases(problem: Problem, operands: list[Operands]) -> _Cases:
+def _cases(problem: Problem, operands: list[Values]) -> _Cases:
     """Each class of input with the first operands, and the normal one with all others too."""
     rows = _LEAST_ELEMENTS // problem.n + 1
     rows += problem.order > 1 and rows % 2 == 0
@@ -203,7 +208,7 @@ class Verifier:
         self._watch = watch or Watch()
         self._stream = stream
         self._problem: Problem | None = None
-        self._operands: list[Operands] = []
+        self._operands: list[Values] = []
         self._host_cases: _Cases = {}
         self._device_cases: _Cases = {}
 
@@ -232,8 +237,8 @@ class Verifier:
         for (name, of_columns, position), case in self._cases_of(problem).items():
             if (of_columns, position) == (columns, 0):
                 x = case.bits[: len(case.bits) - 1].view(TORCH_DTYPE[problem.io.input]).clone()
-                out = peer(x).contiguous().view(case.bits.dtype)
-                errors[name] = [_relative_error(out, case.reference[: len(x)], problem.io.input)]
+                out = peer(x).contiguous()
+                errors[name] = [error_of(problem, [out], case.reference[: len(x)])]
         return {name: _largest(values) for name, values in errors.items()}
 
     def _cases_of(self, problem: Problem) -> _Cases:
@@ -247,106 +252,37 @@ class Verifier:
         return self._device_cases
 
     def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Answer:
-        if problem.io.form:
-            return self._judge_codes(kernel, problem, problem.io.form, cases)
-        counts = row_counts(kernel.spec, problem.n, kernel.resident_blocks)
+        counts = row_counts(kernel.spec, problem.unit, kernel.resident_blocks)
+        together = problem.unit // problem.n  # rows of x
         findings = _Findings()
         given = [DeviceOperands(problem, operands, self._device) for operands in self._operands]
         for arranged, (key, case) in product(arrangements(problem), cases.items()):
             if key.columns != arranged.rows.columns:
                 continue
             operands, loops = given[key.operands], key.input_class == _LOOPED_CLASS and key.operands == 0
-            rows = case.rows(counts.looped if loops else counts.base)
-            x, reference = case.bits[rows], case.reference[rows]
-            ways = (arranged, False), (arranged.in_place, True)
-            out, again = (self._run(kernel, problem, x, operands, *way, findings) for way in ways)
-            errors = findings.errors.setdefault(key.input_class, [])
-            errors += [_relative_error(y, reference, problem.io.input) for y in (out, again)]
-            findings.repeated.append((out == again).all())
-            if loops:
-                findings.repeated.append((out == self._run(kernel, problem, x, operands, *ways[0], findings)).all())
-                for few, way in product(counts.few, ways):
-                    part = self._run(kernel, problem, x[:few], operands, *way, findings)
-                    findings.fewer.append((part == out[:few]).all())
-        findings.outside += [torch.tensor(each.are_whole(), device=self._device) for each in given]
-        return _answer(problem, findings)
-
-    def _judge_codes(self, kernel: Launchable, problem: Problem, form: Format, cases: _Cases) -> Answer:
-        """The same for a kernel that quantizes. Its errors are those of `quantizer.excess_error`."""
-        counts = row_counts(kernel.spec, problem.unit, kernel.resident_blocks)
-        together = problem.unit // problem.n  # rows of x
-        findings = _Findings()
-        given = [DeviceOperands(problem, operands, self._device) for operands in self._operands]
-        for key, case in cases.items():
-            operands, loops = given[key.operands], key.input_class == _LOOPED_CLASS and key.operands == 0
             rows = case.rows((counts.looped if loops else counts.base) * together)
-            x = case.bits[rows]
-            exact = case.reference[rows].view(-1, problem.unit)
-            scale = quantizer.sample_scales(form, len(exact), self._device)
-            first = self._quantize(kernel, problem, form, x, operands, findings)
-            codes, scales = first
-            dtype = TORCH_DTYPE[problem.io.input]
-            error = quantizer.excess_error(codes, scales, exact, form, dtype, scale)
-            findings.errors.setdefault(key.input_class, []).append(error)
-            again = self._quantize(kernel, problem, form, x, operands, findings)
-            findings.repeated += [_same_bits(*each) for each in zip(first, again, strict=True)]
-            for few in counts.few if loops else ():
-                part = self._quantize(kernel, problem, form, x[: few * together], operands, findings)
-                findings.fewer.append(_same_bits(part[0], codes[:few]))
-                if form.group > 0:
-                    groups = form.scales_in_row(problem.unit)
-                    of_few, of_all = (
-                        quantizer.rows_of_scales(each, form.layout, rows, groups)
-                        for each, rows in ((part[1], few), (scales, len(codes)))
-                    )
-                    findings.fewer.append(_same_bits(of_few, of_all[:few]))
+            x, reference = case.bits[rows], case.reference[rows]
+            ways = [(arranged, False), (arranged.in_place, True)][: 1 if problem.io.form else 2]
+            several = [self.run(kernel, problem, x, operands, *way, findings) for way in ways]
+            errors = findings.errors.setdefault(key.input_class, [])
+            errors += [self._error(problem, results, reference) for results in several]
+            if loops or problem.io.form:
+                several.append(self.run(kernel, problem, x, operands, *ways[0], findings))
+            for other in several[1:]:
+                findings.repeated += _same_bits(other, several[0])
+            for few, way in product(counts.few if loops else (), ways):
+                part = self.run(kernel, problem, x[: few * together], operands, *way, findings)
+                findings.fewer += _same_bits(part, several[0])
         findings.outside += [torch.tensor(each.are_whole(), device=self._device) for each in given]
         return _answer(problem, findings)
 
-    def _quantize(
-        self,
-        kernel: Launchable,
-        problem: Problem,
-        form: Format,
-        x: torch.Tensor,
-        operands: DeviceOperands,
-        findings: _Findings,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of the bits of rows, of which each is a head. The poison around codes must be intact
-        afterwards, and so must x."""
-        rows, groups = x.numel() // problem.unit, form.scales_in_row(problem.unit)
-        of_codes, of_scales = quantizer.types(form, TORCH_DTYPE[problem.io.input])
-        size = x.numel() * form.element.bits // 8
-        memory = torch.full((size + 2 * _GUARD_ELEMENTS,), _BYTE, dtype=torch.uint8, device=self._device)
-        codes = memory[_GUARD_ELEMENTS:][:size]
-        # Poison where scales go, zeros where the layout is filled up, and poison around.
-        poisoned = torch.full((rows, groups * of_scales.itemsize), _BYTE, dtype=torch.uint8, device=self._device)
-        wanted = quantizer.memory_of(quantizer.laid_out(poisoned.view(of_scales), form.layout))
-        around = memory[:_GUARD_ELEMENTS]
-        scale_memory = torch.cat((around, wanted, around))
-        inside = scale_memory[_GUARD_ELEMENTS:-_GUARD_ELEMENTS]
-        scales = quantizer.arranged(inside.view(of_scales), rows, groups, form.layout)
-        source = x.clone()
-        scale = quantizer.sample_scales(form, rows, self._device)
-        addresses = {
-            **operands,
-            "scales": scales.data_ptr(),
-            "tensor_scale": 0 if scale is None else scale.data_ptr(),
-            **sizes_for(form, rows, problem.unit),
-        }
-        shape = RowShape(problem.n, problem.n, problem.n)
-        with_scale = verification_scale(problem)
-        self._watch.beat()
-        kernel.launch(self._stream, source.data_ptr(), codes.data_ptr(), x.numel(), with_scale, shape, addresses)
-        result = codes.clone().view(of_codes).view(rows, -1), scales.clone()
-        codes.fill_(_BYTE)
-        whole = torch.cat((around, wanted, around))
-        is_of_scale = torch.cat((around == 0, wanted == _BYTE, around == 0))
-        untouched = is_of_scale | (scale_memory == whole)
-        findings.outside += [(memory == _BYTE).all(), untouched.all(), (source == x).all()]
-        return result
+    def _error(self, problem: Problem, results: _Results, reference: torch.Tensor) -> torch.Tensor:
+        if problem.io.form is None:
+            return error_of(problem, [results[0].view(TORCH_DTYPE[problem.io.input])], reference)
+        scale = quantizer.sample_scales(problem.io.form, len(results[0]), self._device)
+        return error_of(problem, results, reference, scale)
 
-    def _run(
+    def run(
         self,
         kernel: Launchable,
         problem: Problem,
@@ -355,46 +291,93 @@ class Verifier:
         arranged: Arrangement,
         in_place: bool,
         findings: _Findings,
-    ) -> torch.Tensor:
-        """The bits of the transform of x, both [rows, columns]. The poison around them must be intact afterwards."""
-        count, (columns, *pitches) = len(x), arranged.rows
-        extent = (count - 1) * max(pitches) + columns
-        stride = -(-extent // _GUARD_ELEMENTS) * _GUARD_ELEMENTS + _GUARD_ELEMENTS  # keeps y as aligned as x
-        poison = _POISON[problem.io.input.bytes]
-        memory = torch.full((2 * stride + _GUARD_ELEMENTS,), poison, dtype=x.dtype, device=self._device)
-        starts = _GUARD_ELEMENTS + arranged.x_offset, _GUARD_ELEMENTS + stride + arranged.y_offset
-        source, target = (
-            memory.as_strided((count, columns), (pitch, 1), start) for pitch, start in zip(pitches, starts, strict=True)
-        )
-        if in_place:
-            target = source
-        source.copy_(x)
-        scale = verification_scale(problem)
-        elements = count * problem.n
+    ) -> _Results:
+        """What a kernel makes of the bits of rows, [rows, columns]: those of the transform; or codes [units, …] of each
+        `Problem.unit`, and their scales if groups have some. All other memory must be as it was before."""
+        form, (_, x_pitch, y_pitch) = problem.io.form, arranged.rows
+        source = self._rows(x, x_pitch, arranged.x_offset, is_output=in_place)
+        source.view.copy_(x)
+        units, addresses = x.numel() // problem.unit, dict(operands)
+        if form is None:
+            target = source if in_place else self._rows(x, y_pitch, arranged.y_offset, is_output=True)
+            outputs = [target]
+        else:
+            of_codes, of_scales = quantizer.types(form, TORCH_DTYPE[problem.io.input])
+            size = x.numel() * form.element.bits // 8
+            target = _Buffer(torch.full((size,), _POISON[1], dtype=torch.uint8, device=self._device))
+            groups = form.scales_in_row(problem.unit)
+            # Poison where scales go, and zeros where the layout is filled up.
+            written = (units, groups * of_scales.itemsize)
+            poisoned = torch.full(written, _POISON[1], dtype=torch.uint8, device=self._device).view(of_scales)
+            memory = quantizer.memory_of(quantizer.laid_out(poisoned, form.layout))
+            scales = _Buffer(memory, writable=memory == _POISON[1])
+            scale = quantizer.sample_scales(form, units, self._device)
+            outputs = [target, scales]
+            addresses |= {
+                "scales": scales.view.data_ptr(),
+                "tensor_scale": 0 if scale is None else scale.data_ptr(),
+                **sizes_for(form, units, problem.unit),
+            }
+        buffers = [source, *(each for each in outputs if each is not source)]
+        before = [each.memory.clone() for each in buffers]
+        elements = len(x) * problem.n
         self._watch.beat()
-        kernel.launch(self._stream, source.data_ptr(), target.data_ptr(), elements, scale, arranged.rows, operands)
-        result = target.clone(memory_format=torch.contiguous_format)
-        if not in_place:
-            findings.outside.append((source == x).all())
-        source.fill_(poison)
-        target.fill_(poison)
-        findings.outside.append((memory == poison).all())
-        return result
+        places = source.view.data_ptr(), target.view.data_ptr()
+        kernel.launch(self._stream, *places, elements, verification_scale(problem), arranged.rows, addresses)
+        findings.outside += [each.is_whole(was) for each, was in zip(buffers, before, strict=True)]
+        if form is None:
+            return (target.view.contiguous(),)
+        codes = target.view.view(of_codes).view(units, -1)
+        if form.group == TENSOR:
+            return (codes,)
+        laid_out = quantizer.arranged(scales.view.view(of_scales), units, groups, form.layout)
+        return codes, scales_in_rows(problem, laid_out, units)
+
+    def _rows(self, bits: torch.Tensor, pitch: int, offset: int, *, is_output: bool) -> _Buffer:
+        """Memory for rows of bits, `pitch` elements apart and so many after a multiple of 16 bytes."""
+        count, columns = bits.shape
+        poison = bits.new_full(((count - 1) * pitch + columns,), _POISON[bits.itemsize])
+        return _Buffer(poison, (count, columns), pitch, offset, is_output=is_output)
+
+
+class _Buffer:
+    """Memory of a launch, with poison around. `view`: what a kernel reads or writes of it."""
+
+    def __init__(
+        self,
+        content: torch.Tensor,
+        shape: tuple[int, int] | None = None,
+        pitch: int = 0,
+        offset: int = 0,
+        *,
+        writable: torch.Tensor | None = None,
+        is_output: bool = True,
+    ) -> None:
+        guard = content.new_full((_GUARD_ELEMENTS + offset,), _POISON[content.itemsize])
+        self.memory = torch.cat((guard, content, guard))
+        start = len(guard)
+        inside = self.memory[start:][: len(content)]
+        self.view = inside if shape is None else self.memory.as_strided(shape, (pitch, 1), start)
+        self._writable = torch.zeros_like(self.memory, dtype=torch.bool)
+        if writable is not None:
+            self._writable[start:][: len(content)] = writable
+        elif is_output:
+            whole = self._writable[start:][: len(content)]
+            (whole if shape is None else self._writable.as_strided(shape, (pitch, 1), start)).fill_(True)
+
+    def is_whole(self, before: torch.Tensor) -> torch.Tensor:
+        """Whether only what a kernel may write has changed."""
+        return ((self.memory == before) | self._writable).all()
 
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    whole = _AS_INTEGERS[one.element_size()]  # of the same size, as strides may be any
-    return (one.view(whole) == other.view(whole)).all()
-
-
-def _relative_error(bits: torch.Tensor, reference: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """‖out − reference‖ / ‖reference‖; not finite if `out` is not."""
-    out = bits.view(TORCH_DTYPE[dtype]).double()
-    error: torch.Tensor = torch.linalg.vector_norm(out - reference) / torch.linalg.vector_norm(reference)
-    return error
+def _same_bits(few: _Results, among: _Results) -> list[torch.Tensor]:
+    """Of each result, whether its rows have the bits of the first rows among others."""
+    kinds = [_AS_INTEGERS[each.element_size()] for each in few]
+    pairs = zip(kinds, few, among, strict=True)
+    return [(mine.view(kind) == theirs[: len(mine)].view(kind)).all() for kind, mine, theirs in pairs]
 
 
 def _answer(problem: Problem, findings: _Findings) -> Answer:

@@ -15,7 +15,7 @@ from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainErr
 from hadagen.owners import problem_of
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, kernels, repeat, trust
+from hadagen.runtime import bundles, tables, trust
 from hadagen.runtime.arguments import explained
 from hadagen.runtime.choose import as_problem, is_settled, where_measured
 from hadagen.runtime.device import Device, cuda_device, cuda_index
@@ -74,8 +74,7 @@ def autotune(
     except ImportError as error:  # such as Jinja2, which PyTorch brings along
         raise ToolchainError(f"kernels cannot be generated ({error}); pip install jinja2") from None
     add_winners(path, wanted, index, target.arch, _known_knobs(wanted), seconds, cpus())
-    kernels.forget(wanted)
-    repeat.forget()
+    tables.forget(wanted)
     return path
 
 

@@ -16,7 +16,7 @@ from hadagen.driver import Launch, LoadedKernel
 from hadagen.errors import TensorError
 from hadagen.launch import RowShape
 from hadagen.problem import Problem, Rows, padded_length
-from hadagen.runtime import fallback, kernels, repeat
+from hadagen.runtime import fallback, kernels, repeat, streams, tables
 from hadagen.runtime.checks import check_call, check_like, check_writable
 from hadagen.runtime.repeat import ALIGNMENT, increment_version
 
@@ -38,9 +38,9 @@ class Call(NamedTuple):
 
 # `key_of` → what to do for all calls that differ only in the address of x, by a multiple of 16. So a repeated call
 # costs one look-up. Only checked arguments are in here.
-calls: dict[tuple[Any, ...], Call] = repeat.table()
+calls: dict[tuple[Any, ...], Call] = tables.table()
 # The same for contiguous tensors and out=, with the bytes that must lie between the two addresses.
-_calls_into: dict[tuple[Any, ...], tuple[Launch, int]] = repeat.table()
+_calls_into: dict[tuple[Any, ...], tuple[Launch, int]] = tables.table()
 
 
 def key_of(
@@ -72,7 +72,7 @@ def compute(x: torch.Tensor, options: Options, inplace: bool) -> torch.Tensor:
     if takes_kernels(x):
         prepared = _prepare_call(x, address, options, inplace)
         if prepared is not None:
-            repeat.remember(calls, key, prepared)
+            tables.remember(calls, key, prepared)
             return prepared.run(x, address)
         result = _transformed_copy(x, options)
         if result is not None:
@@ -106,7 +106,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
     else:
         if source and target and abs(source - target) >= size and not y.is_inference():
             increment_version((y,))
-            kernels.queue(launch, x.get_device(), source, target)
+            streams.queue(launch, x.get_device(), source, target)
             return
     check_call(x, options.scale, options.numerics)
     check_like(x, y)
@@ -124,8 +124,8 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         found = _find_launch(x, y, options)
         if found is not None:
             if dense:
-                repeat.remember(_calls_into, key, (found, x.nbytes))
-            kernels.queue(found, x.get_device(), x.data_ptr(), target)
+                tables.remember(_calls_into, key, (found, x.nbytes))
+            streams.queue(found, x.get_device(), x.data_ptr(), target)
             return
         result = _transformed_copy(x, options)
         if result is not None:
@@ -223,7 +223,7 @@ def _transformed_copy(x: torch.Tensor, options: Options) -> torch.Tensor | None:
         part.copy_(x)
         copy[..., columns:].zero_()
         launch = kernel.prepared(rows * n, options.scale, RowShape(width, width, width))
-        kernels.queue(launch, x.get_device(), copy.data_ptr(), copy.data_ptr())
+        streams.queue(launch, x.get_device(), copy.data_ptr(), copy.data_ptr())
         return part
     return None
 

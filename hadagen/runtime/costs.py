@@ -21,7 +21,7 @@ from hadagen import driver
 from hadagen.errors import DeviceError
 from hadagen.launch import X, Y
 from hadagen.problem import Rows
-from hadagen.runtime import compute, kernels, operator
+from hadagen.runtime import compute, kernels, operator, streams
 from hadagen.runtime.device import cuda_index
 from hadagen.runtime.transform import hadamard_transform
 
@@ -86,7 +86,7 @@ def start_costs(device: str = "cuda") -> dict[str, float]:
 
 
 def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    address, stream = x.data_ptr(), kernels.raw_stream(kernel.device)
+    address, stream = x.data_ptr(), streams.raw_stream(kernel.device)
     launch = kernel.prepared(x.numel(), 0.5)
     config, values, places = kernel.block(stream, x.numel(), kernel.spec.arguments(x.numel(), 0.5))
     values[X] = values[Y] = address

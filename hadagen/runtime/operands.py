@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hadagen import operands
 from hadagen.errors import TensorError
-from hadagen.launch import ENTRY_BYTES
+from hadagen.operands import ENTRY_BYTES
 from hadagen.problem import MAX_ORDER, kernel_order
 from hadagen.runtime.checks import check_alike, check_call, how_to_join
 
@@ -157,14 +158,9 @@ def pack_matrices(matrices: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
-    """The operand for a matrix of −1, 0 and 1, uint8 [2 · side²] with side the order up to a multiple of 16: the bytes
-    that `hadagen.launch.MATRIX_PARAMS` names, and those of the matrix transposed."""
-    fill = _side(len(matrix)) - len(matrix)
-    entries = torch.nn.functional.pad(matrix, (0, fill, 0, fill))
-    padded = (entries > 0).to(torch.uint8) * ENTRY_BYTES[1] + (entries < 0).to(torch.uint8) * ENTRY_BYTES[-1]
-    count = len(padded) // _PART
-    both = torch.stack((padded, padded.T)).view(2, count, 2, 8, count, 2, 4, 2)
-    return both.permute(0, 1, 4, 3, 6, 5, 2, 7).flatten()
+    """The operand for a matrix of −1, 0 and 1, uint8 [2 · side²]: what `hadagen.operands.pack_matrix` makes of it, and
+    of the matrix transposed."""
+    return torch.cat((operands.pack_matrix(matrix), operands.pack_matrix(matrix.T)))
 
 
 def pack_signs(signs: torch.Tensor) -> torch.Tensor:

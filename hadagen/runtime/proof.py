@@ -10,7 +10,8 @@ import torch
 from hadagen import quantizer
 from hadagen.driver import LoadedKernel
 from hadagen.formats import Format
-from hadagen.launch import RowShape, sizes_for
+from hadagen.launch import RowShape
+from hadagen.operands import sizes_for
 from hadagen.problem import LARGE, DType, Problem
 from hadagen.runtime import fallback
 from hadagen.runtime.operands import Operands, addresses, pack_matrix

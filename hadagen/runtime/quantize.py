@@ -13,7 +13,7 @@ from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError, shown
 from hadagen.formats import TENSOR, Format
 from hadagen.problem import Problem, Rows
-from hadagen.runtime import compute, kernels, quantizing, repeat
+from hadagen.runtime import compute, kernels, quantizing, tables
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
     check_alike,
@@ -160,7 +160,7 @@ def rotate_quantize(
     if key and is_ready(x.permute(order_of(x, form))):
         run = _runs.get(_key_of_run(x, of, form, round_first, _heads(form, given)))
         if run:
-            repeat.remember(_calls, key, (form, run))
+            tables.remember(_calls, key, (form, run))
     return result
 
 
@@ -246,8 +246,8 @@ def _fill_up(written: Sequence[torch.Tensor], form: Format) -> None:
 
 # What to do for calls that differ only in the address of x, by a multiple of 16. Only checked arguments are in here. An
 # entry is right for whatever lies at the addresses of the operands of its rotation, because they are in the key.
-_calls: dict[tuple[Any, ...], tuple[Format, quantizing.Run]] = repeat.table()
-_runs: dict[tuple[Any, ...], quantizing.Run] = repeat.table()
+_calls: dict[tuple[Any, ...], tuple[Format, quantizing.Run]] = tables.table()
+_runs: dict[tuple[Any, ...], quantizing.Run] = tables.table()
 
 
 _PLAIN = {None, type(None), int, float, bool, str}
@@ -454,7 +454,7 @@ def _find(
     key = _key_of_run(x, of, form, round_first, heads)
     run = _runs.get(key)
     if run is None and (run := quantizing.find(x, of, form, round_first, heads)):
-        repeat.remember(_runs, key, run)
+        tables.remember(_runs, key, run)
     return rows, run
 
 

@@ -25,9 +25,6 @@ from hadagen.runtime.checks import (
     kind_of,
 )
 
-# PyTorch's own types of what is stored in bytes here, with the version that brought them.
-_NATIVE = {"e8m0": ("float8_e8m0fnu", "2.7"), Element.E2M1: ("float4_e2m1fn_x2", "2.8")}
-
 
 class Quantized:
     """What `rotate_quantize` returns. `codes, scales = q` gives its two tensors.
@@ -126,17 +123,10 @@ class Quantized:
 
         Raises `UsageError` if this version of PyTorch lacks the type.
         """
-        self._check_kinds()
-        form = self.format
-        of_codes, of_scales = quantizer.types(form, self.scales.dtype)
-        for part, name, kind, dtype in (
-            (self.codes, "codes", form.element, of_codes),
-            (self.scales, "scales", form.scale, of_scales),
-        ):
-            _check_part(part, name, form, (dtype,), kind, self.codes)
+        self._check_parts()
         made = _unflatten(*_flatten(self))
-        made.codes = _as_native(self.codes, self.format.element)
-        made.scales = _as_native(self.scales, self.format.scale)
+        of_code, of_scale = self.format.kinds
+        made.codes, made.scales = _as_native(self.codes, of_code), _as_native(self.scales, of_scale)
         return made
 
     # ---- as a pair ---------------------------------------------------------------------------------------------------
@@ -176,20 +166,24 @@ class Quantized:
                 raise TensorError(f"{name} is {kind_of(part)}; {self.format.name} has dense tensors of plain types")
         return parts
 
+    def _check_parts(self) -> None:
+        """Raises TypeError, `UsageError` and `TensorError` for types and devices that the format does not have."""
+        _check_format(self.format)
+        form = self.format
+        of_code, of_scale = form.kinds
+        _check_part(self.codes, "codes", form, quantizer.KINDS[of_code], self.codes)
+        _check_part(self.scales, "scales", form, quantizer.KINDS[of_scale], self.codes)
+        if form.needs_scale and form.group != TENSOR:
+            _check_part(self.tensor_scale, "tensor_scale", form, (torch.float32,), self.codes)
+        elif self.tensor_scale is not None:
+            raise UsageError(f"{form.name} has no tensor_scale; leave it out")
+
     def _check(self) -> None:
         """Raises TypeError, `UsageError` and `TensorError` for what the format does not have. Reads no memory."""
-        _check_format(self.format)
+        self._check_parts()
         form = self.format
         if form.element is Element.NONE:
             raise UsageError(f"{form.name} has no codes, so nothing can be dequantized; read scales")
-        of_codes, of_scales = quantizer.types(form, torch.float32)
-        _check_part(self.codes, "codes", form, (of_codes,), form.element, self.codes)
-        types = (torch.float16, torch.bfloat16, torch.float32) if form.scale == "input" else (of_scales,)
-        _check_part(self.scales, "scales", form, types, form.scale, self.codes)
-        if form.needs_scale and form.group != TENSOR:
-            _check_part(self.tensor_scale, "tensor_scale", form, (torch.float32,), None, self.codes)
-        elif self.tensor_scale is not None:
-            raise UsageError(f"{form.name} has no tensor_scale; leave it out")
         if torch.compiler.is_compiling():
             return  # where sizes may be unknown
         if not self.codes.dim():
@@ -221,14 +215,10 @@ def _check_format(form: Any) -> None:
         raise TypeError(f"format is a {type(form).__name__}; pass that of a Quantized that rotate_quantize returned")
 
 
-def _check_part(
-    part: Any, name: str, form: Format, types: tuple[torch.dtype, ...], kind: Any, codes: torch.Tensor
-) -> None:
+def _check_part(part: Any, name: str, form: Format, types: tuple[torch.dtype, ...], codes: torch.Tensor) -> None:
     check_is_tensor(part, name)
-    native = getattr(torch, _NATIVE[kind][0], None) if kind in _NATIVE else None
-    native = None if torch.int32 in types else native  # of packed scales
-    if part.is_nested or part.layout is not torch.strided or part.dtype not in (*types, native):
-        wanted = " or ".join(str(each).removeprefix("torch.") for each in (*types, native) if each is not None)
+    if part.is_nested or part.layout is not torch.strided or part.dtype not in types:
+        wanted = " or ".join(str(each).removeprefix("torch.") for each in dict.fromkeys(types))
         raise TensorError(f"{name} is {kind_of(part)}; {form.name} has strided {wanted}")
     check_alike(codes, part, name)
     if part.device != codes.device:
@@ -236,14 +226,13 @@ def _check_part(
         raise TensorError(f"{name} is on {part.device} but codes on {codes.device}; {advice}")
 
 
-def _as_native(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
-    if kind not in _NATIVE or tensor.dtype == torch.int32:  # of packed scales
+def _as_native(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind not in quantizer.NATIVE:
         return tensor
-    name, version = _NATIVE[kind]
-    native = getattr(torch, name, None)
-    if native is None:
+    name, version = quantizer.NATIVE[kind]
+    if not hasattr(torch, name):
         raise UsageError(f"PyTorch {torch.__version__} has no torch.{name}; use {version} or newer, or uint8 as it is")
-    return tensor.view(native)
+    return tensor.view(getattr(torch, name))
 
 
 def _said(part: Any) -> str:

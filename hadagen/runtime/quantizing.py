@@ -12,9 +12,10 @@ from hadagen import quantizer
 from hadagen.driver import Launch
 from hadagen.errors import TensorError, UsageError
 from hadagen.formats import ROW, TENSOR, Format, Layout
-from hadagen.launch import RowShape, sizes_for
+from hadagen.launch import RowShape
+from hadagen.operands import sizes_for
 from hadagen.problem import LEAST_GROUP, Problem
-from hadagen.runtime import kernels, repeat
+from hadagen.runtime import kernels, repeat, streams
 from hadagen.runtime.operands import Operands, addresses
 from hadagen.runtime.repeat import ALIGNMENT
 from hadagen.runtime.rotate import check_whole, problem_of
@@ -89,7 +90,7 @@ class Run:
 
     def __call__(self, address: int, given: torch.Tensor | None) -> Results:
         """Codes and scales of x at that address. given: the scale of the call, if the format needs one."""
-        if kernels.current_device() != self._device:
+        if streams.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self(address, given)
         codes: torch.Tensor = self._empty(*self.parts[0])
@@ -105,7 +106,7 @@ class Run:
 
     def into(self, address: int, given: torch.Tensor | None, out: Sequence[torch.Tensor]) -> None:
         """The same into tensors like `parts`; without the second, where the call has one scale."""
-        if kernels.current_device() != self._device:
+        if streams.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self.into(address, given, out)
         targets = [each.data_ptr() for each in out]
@@ -119,7 +120,7 @@ class Run:
     def _start(self, address: int, targets: list[int], given: torch.Tensor | None) -> None:
         if given is not None:
             targets.append(given.data_ptr())
-        self._launch(kernels.raw_stream(self._device), address, *targets)
+        self._launch(streams.raw_stream(self._device), address, *targets)
 
 
 def fill_up(scales: torch.Tensor) -> None:

@@ -1,42 +1,19 @@
-"""Calls that come again: tables of what to do for them, so that each costs one look-up and one launch."""
+"""What makes the launch of a call that comes again."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hadagen.driver import Launch
-from hadagen.runtime import kernels
+from hadagen.runtime import streams
 from hadagen.runtime.checks import check_writable
 
 ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
-_MAX_CALLS = 4096  # in each table, because a program may have ever new row counts
 
 Run = Callable[[torch.Tensor, int], torch.Tensor]  # on x, whose address is given too
-
-_tables: list[dict[tuple[Any, ...], Any]] = []
-
-
-def table() -> dict[tuple[Any, ...], Any]:
-    """A new table: key → what to do for all calls with it. `forget` empties it."""
-    made: dict[tuple[Any, ...], Any] = {}
-    _tables.append(made)
-    return made
-
-
-def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    if len(table) >= _MAX_CALLS:
-        table.clear()
-    table[key] = value
-
-
-def forget() -> None:
-    """Forget the kernels of all calls, so that the next ones find theirs anew."""
-    for each in _tables:
-        each.clear()
 
 
 def _find_increment_version() -> Any:
@@ -69,9 +46,9 @@ def runner(x: torch.Tensor, launch: Launch, inplace: bool) -> Run:
     """What makes a launch for each tensor that differs from x in its address only: into it, or into a new contiguous
     tensor."""
     device, dtype = x.get_device(), x.dtype
-    current_device, raw_stream = kernels.current_device, kernels.raw_stream
+    current_device, raw_stream = streams.current_device, streams.raw_stream
     alone = torch.cuda.device_count() == 1  # a single device is always current
-    queue, count_write, make_empty = kernels.queue, increment_version, empty_strided[x.device.type]
+    queue, count_write, make_empty = streams.queue, increment_version, empty_strided[x.device.type]
     sizes, strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
 
     def run_in_place(x: torch.Tensor, address: int) -> torch.Tensor:
@@ -94,7 +71,3 @@ def runner(x: torch.Tensor, launch: Launch, inplace: bool) -> Run:
         return y
 
     return run_in_place if inplace else run_out_of_place
-
-
-if hasattr(os, "register_at_fork"):  # a forked child has no CUDA, as PyTorch then says
-    os.register_at_fork(after_in_child=forget)

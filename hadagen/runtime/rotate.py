@@ -16,7 +16,7 @@ from hadagen.driver import Launch
 from hadagen.formats import Format
 from hadagen.launch import RowShape
 from hadagen.problem import Problem, Rows
-from hadagen.runtime import compute, kernels, product, repeat, sealed
+from hadagen.runtime import compute, kernels, product, repeat, sealed, streams, tables
 from hadagen.runtime.checks import check_alike, check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LinearOperator
@@ -25,13 +25,13 @@ from hadagen.runtime.repeat import ALIGNMENT, increment_version
 
 # `key_of` → what to do for all calls that differ only in the address of x. Only checked arguments are in here. An
 # entry is right for whatever lies at the addresses of its operands, because they are in the key.
-calls: dict[tuple[Any, ...], repeat.Run] = repeat.table()
+calls: dict[tuple[Any, ...], repeat.Run] = tables.table()
 # The same for out=, where x and out are contiguous and share no memory.
-_launches: dict[tuple[Any, ...], Launch] = repeat.table()
+_launches: dict[tuple[Any, ...], Launch] = tables.table()
 
 
 # What operands are and where they lie → a number that no other has. With numbers, keys are cheap to compare.
-_numbers: dict[tuple[Any, ...], int] = repeat.table()
+_numbers: dict[tuple[Any, ...], int] = tables.table()
 _next_number = itertools.count().__next__
 
 
@@ -47,7 +47,7 @@ def number_of(of: Operands) -> int:
     number = _numbers.get(key)
     if number is None:
         number = _next_number()
-        repeat.remember(_numbers, key, number)
+        tables.remember(_numbers, key, number)
     return number
 
 
@@ -130,7 +130,7 @@ def _by_kernel(x: torch.Tensor, of: Operands, problem: Problem, inplace: bool) -
         launch = _launch(x, of, problem, inplace)
         if launch is not None:
             run = repeat.runner(x, launch, inplace)
-            repeat.remember(calls, key_of(x, address, number_of(of), inplace), run)
+            tables.remember(calls, key_of(x, address, number_of(of), inplace), run)
             return run(x, address)
     if _is_plain(of):
         return None
@@ -138,7 +138,7 @@ def _by_kernel(x: torch.Tensor, of: Operands, problem: Problem, inplace: bool) -
     if launch is None:
         return None
     y = x.clone(memory_format=torch.contiguous_format)
-    kernels.queue(launch, x.get_device(), y.data_ptr(), y.data_ptr())
+    streams.queue(launch, x.get_device(), y.data_ptr(), y.data_ptr())
     return x.copy_(y) if inplace else y
 
 
@@ -153,9 +153,9 @@ def _launched_into(x: torch.Tensor, y: torch.Tensor, of: Operands, problem: Prob
         launch = _launch(x, of, problem, False)
         if launch is None:
             return False
-        repeat.remember(_launches, key, launch)
+        tables.remember(_launches, key, launch)
     increment_version((y,))
-    kernels.queue(launch, x.get_device(), source, target)
+    streams.queue(launch, x.get_device(), source, target)
     return True
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hadagen.layout import LANE_BITS
+from hadagen.layout import LANE_BITS, VECTOR_BYTES
 from hadagen.problem import DType
-from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, Cost, Roundings, Step
-
-if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
+from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, Cost, Draft, Region, Roundings, Step
 
 _CORRECTION = 0.25  # roundings, as measured: a correction changes values by a fraction of their last places
 
@@ -20,6 +17,7 @@ _CORRECTION = 0.25  # roundings, as measured: a correction changes values by a f
 class Widen(Step):
     """Packed or fp16 → fp32, exact."""
 
+    name = "Widen"
     says = "widen to fp32"
     takes = IN_16_BITS
     leaves = FP32
@@ -47,6 +45,7 @@ class _Rounding(Step):
 class Narrow(_Rounding):
     """fp32 → fp16, to nearest even."""
 
+    name = "Narrow"
     says = "narrow to fp16"
     leaves = FP16
 
@@ -59,6 +58,7 @@ class Narrow(_Rounding):
 class Round(_Rounding):
     """fp32 → packed, to nearest even."""
 
+    name = "Round"
     says = "round to 16 bits"
     leaves = PACKED
 
@@ -72,8 +72,14 @@ class Normalize(Step):
     brings values to the highest level of all warps. Most often all levels are equal, and it changes nothing.
     """
 
+    name = "Normalize"
     says = "find the level of the warp"
     takes = PACKED
+    normalizes = True
+
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        """The levels of all warps of the cluster, one vector each."""
+        yield Region("levels", VECTOR_BYTES << plan.warp_bits + plan.cta_bits)
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         return frozenset({"xorsign_bf16x2"})
@@ -91,7 +97,7 @@ class Normalize(Step):
             yield "levels cross to other blocks with fp16, in one exchange"
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return type(self).__name__, plan.chunk_bits, plan.warp_bits, plan.cta_bits  # which values share a level
+        return self.name, plan.chunk_bits, plan.warp_bits, plan.cta_bits  # which values share a level
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         return Cost(plan.words(carrier), waits={"reduce": 3, "shared": 1})  # one in the warp, two as levels cross
@@ -100,6 +106,9 @@ class Normalize(Step):
 @dataclass(frozen=True)
 class Scale(Step):
     """Multiplies by the scale, or by the part of it that is left after `Mma` steps."""
+
+    name = "Scale"
+    labels = "lifted"
 
     # Also multiplies by 1 + 2^-10/3, for values that are cut off to one tf32 later. That is their mean loss there: the
     # least squares of m · d − 2^-10 · u over u in [0, 1) and mantissas m in [1, 2) of density 1/m. A value of 11 bits
@@ -111,7 +120,7 @@ class Scale(Step):
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
         # The compiler may make one instruction of a product and the sum after it, which rounds once.
-        return type(self).__name__, self.lifted, type(plan.steps[at + 1]).__name__
+        return self.name, self.lifted, plan.steps[at + 1].name
 
     def sentence(self, bits: str) -> str:
         return "scale" + (", lifted by what a tf32 loses" if self.lifted else "")
@@ -121,6 +130,7 @@ class Scale(Step):
 class Correct(Step):
     """Multiplies packed values by 1 + b. The scale is a · (1 + b), and an `Mma` has multiplied by a."""
 
+    name = "Correct"
     says = "correct the scale"
     takes = PACKED
     multiplies = "correction"

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hadagen.layout import MMA_MOVES, PAIR, Axis, Place, add, bit, cta, reg, scatter, swaps, warp
 from hadagen.problem import DType
-from hadagen.steps.base import FP32, PACKED, WARP_VECTOR_BYTES, Cost, Step
-
-if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
+from hadagen.steps.base import BARRIERS, FP32, PACKED, WARP_VECTOR_BYTES, Cost, Draft, Region, Step
 
 
 @dataclass(frozen=True)
 class Transpose(Step):
     """Applies `MMA_MOVES` to packed values (movmatrix), which undoes the moves of one `Mma`."""
 
+    name = "Transpose"
     says = "transpose back"
     moves = MMA_MOVES
     takes = PACKED
@@ -33,13 +31,16 @@ class Transpose(Step):
 class Exchange(Step):
     """Swaps places of a warp with warp or cta bits through (distributed) shared memory."""
 
+    name = "Exchange"
+    labels = "pairs carrier rounds shared_layout turned"
+
     pairs: tuple[tuple[Place, Place], ...]  # (place in a warp, warp or cta place); `pair` if and only if turned
     carrier: str
     rounds: int = 1  # how often shared memory is reused, each time for a share of the vectors
     shared_layout: str = "linear"
     turned: bool = False  # applies `MMA_MOVES` first, which an mma after it undoes
 
-    holds_all = True
+    holds_all = exchanges = True
 
     @property
     def moves(self) -> dict[Place, Place]:
@@ -55,7 +56,7 @@ class Exchange(Step):
         return frozenset({"cluster"} if self.crosses_blocks else ())
 
     @property
-    def crosses_blocks(self) -> bool:
+    def crosses_blocks(self) -> bool:  # type: ignore[override]
         return any(far.kind == "cta" for _, far in self.pairs)
 
     @property
@@ -74,6 +75,20 @@ class Exchange(Step):
         padding = 16 * 8 if self.shared_layout == "padded" else 0  # one vector after every fourth lane
         return 32 * lane_bytes + padding
 
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        """Its slots. Slots that other blocks fill lie apart, so that they are free from the start. Whole rows by
+        multicast take much room, so slots reuse their memory."""
+        if self.crosses_blocks:
+            yield BARRIERS
+        size = self.slot_bytes * plan.warps << plan.chunk_bits
+        yield Region("crossed" if self.crosses_blocks else "slots", size, "stages" if plan.load.multicast else "")
+
+    def crossed_bytes(self, plan: Draft) -> int:
+        """Bytes that land in a block in one round between blocks: a vector for each lane, chunk and plane, and the
+        levels of all warps."""
+        vectors = self.planes << plan.chunk_bits + plan.warp_bits
+        return vectors * WARP_VECTOR_BYTES + plan.footprint.size("levels")
+
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if self.turned and (self.carrier != FP32 or self.rounds > 1):
             yield "only all fp32 values at once are turned on their way"
@@ -90,7 +105,7 @@ class Exchange(Step):
             shared_bytes=2 * WARP_VECTOR_BYTES * conflicts * vectors,
             waits={"shared": 2 * self.rounds, "cluster sync" if self.crosses_blocks else "block sync": self.rounds},
             # the stores of a block to others wait for each other
-            crossed_bytes=self.rounds * plan.footprint.crossed_bytes(self) if self.crosses_blocks else 0,
+            crossed_bytes=self.rounds * self.crossed_bytes(plan) if self.crosses_blocks else 0,
         )
 
     def sentence(self, bits: str) -> str:
@@ -110,7 +125,7 @@ class Exchange(Step):
         there = _routes(plan, self.moves)
         back = _routes(plan, {after: before for before, after in self.moves.items()})
         return {
-            "offset": plan.footprint.exchange_offset(self),
+            "offset": plan.footprint.offset("crossed" if self.crosses_blocks else "slots"),
             "slot_bytes": self.slot_bytes,
             "slot_thread": _route(there, "slot", "warp", "rank", "lane") or "0",
             "slot_chunk": _route(there, "slot", "c") or "0",
@@ -139,7 +154,7 @@ class Exchange(Step):
             crossings = number + sum(step.rounds for step in earlier if step.crosses_blocks)
             before, between = ["cluster_wait()"], [f"remote_barrier_wait(crossed, {crossings % 2})"]
             if later or number < self.rounds - 1:  # exchanges that cross come last
-                expected = plan.footprint.crossed_bytes(self)
+                expected = self.crossed_bytes(plan)
                 between.append(f"if (thread_index() == 0) barrier_expect(crossed, {expected}u)")
                 after.append("cluster_arrive()")
         planes = [self._plane(plan, plane, number * self.planes + plane) for plane in range(self.planes)]

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hadagen.launch import ENTRY_FACTOR
-from hadagen.layout import Axis, Place, bit, column, log2
+from hadagen.layout import ROW, Axis, Place, Placement, add, bit, column, log2, scatter
+from hadagen.operands import ENTRY_FACTOR, MATRIX, SIGNS
 from hadagen.problem import DType
 from hadagen.steps.base import (
+    BARRIERS,
     FP32,
     PACKED,
     SPLIT,
@@ -23,13 +24,15 @@ from hadagen.steps.base import (
     WARP_VECTOR_BYTES,
     Coordinates,
     Cost,
+    Draft,
+    Region,
     Roundings,
     Step,
+    Tile,
 )
 from hadagen.steps.memory import Load, Store
 
 if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
     from hadagen.steps.values import Values
 
 OPERAND_SIDE = 16  # rows and columns of A in an operand of an mma
@@ -49,6 +52,7 @@ class LoadColumns(Load):
     columns, a block holds the same rows of X of several rows of x.
     """
 
+    name = "LoadColumns"
     template = "matrix.cu.j2"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
@@ -63,6 +67,9 @@ class Columns(Step):
     bits, which number the vectors of a thread, are transformed by add and subtract. An mma leaves two neighboring rows
     of X, of one column, in a thread. Rounded, these are a word of a right operand of `Matrix`.
     """
+
+    name = "Columns"
+    labels = "carrier bits"
 
     carrier: str
     bits: int  # that it transforms, from the lowest on
@@ -97,7 +104,7 @@ class Columns(Step):
             so_far.add(carrier, 1.0)
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return type(self).__name__, self.carrier, self.bits
+        return self.name, self.carrier, self.bits
 
     def sentence(self, bits: str) -> str:
         return f"mma with H, then add and subtract: bits {bits}{'; times the scale' * self.scales}; {self.carrier}"
@@ -121,7 +128,7 @@ class Columns(Step):
 
 
 @dataclass(frozen=True)
-class Multiplies(Store):
+class Multiplies(Store, Tile):
     """Multiplies by A, and stores, or leaves the product in fp32 to steps that quantize it. The base class of `Matrix`
     and `Square`.
 
@@ -134,6 +141,8 @@ class Multiplies(Store):
     stores: bool = field(default=True, repr=False, kw_only=True)
 
     template = "matrix.cu.j2"
+    operands = MATRIX, *SIGNS
+    flips = (True,)  # those after the transform are flipped as it stores
 
     @property
     def takes(self) -> str | None:
@@ -152,60 +161,65 @@ class Multiplies(Store):
         super().interpret(values, plan)
         values.flip(plan.problem, plan.placements[-1], "signs_after")
 
-    def operands(self, plan: Draft) -> int:
+    def operands_in_slab(self, plan: Draft) -> int:
         """Operands of a slab, each of 16 columns of A."""
         return -(-plan.problem.order // OPERAND_SIDE)
 
     def warps(self, plan: Draft) -> int:
         """Warps of a group."""
-        return -(-self.operands(plan) // self.slabs)
-
-    def registers(self, plan: Draft) -> int:
-        """Of a thread."""
-        raise NotImplementedError
+        return -(-self.operands_in_slab(plan) // self.slabs)
 
     def shared_bytes(self, plan: Draft) -> int:
-        """Besides what the load has staged."""
+        """Bytes of what it multiplies or leaves in shared memory, besides what the load has staged."""
         raise NotImplementedError
 
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        if plan.load.staged:
+            yield BARRIERS  # or the zeros that a `Square` reads
+        yield Region("slots", self.shared_bytes(plan))
+
+    def held_from(self, plan: Draft) -> int:
+        return 1 + plan.steps.index(self)
+
+    def placement(self, plan: Draft) -> Placement:
+        columns = {column(number): bit(number) for number in range(plan.problem.bits)}
+        return Placement({**columns, ROW: Axis(self.rows * plan.problem.order, plan.problem.length)})
+
     def staged_bytes(self, plan: Draft) -> int:
-        """Of a staged tile."""
         return plan.tile_elements * plan.problem.io.input.bytes
 
     def vectors(self, plan: Draft) -> int:
-        """Vectors that a thread loads."""
         return -(-plan.tile_elements // (plan.vector_elements * 32 * plan.warps))
 
-    def coordinates(self, plan: Draft) -> Coordinates:
-        """Of the product that it leaves in registers. Those of rows that A lacks lie beyond the end of a row of x."""
-        raise NotImplementedError
-
-    def values(self, plan: Draft) -> int:
-        """Of a thread, that it leaves in registers."""
-        raise NotImplementedError
-
-    def rows_apart(self, plan: Draft) -> Coordinates:
-        """The digits of `coordinates` that tell rows of X apart, each with the number of a row in place of an index."""
-        raise NotImplementedError
+    def eights(self, plan: Draft) -> int:
+        return 0
 
     def held(self, plan: Draft) -> int:
         """Registers of a thread for A; 0 if it loads operands when it multiplies by them."""
-        needed = OPERAND_REGISTERS * self.slabs * self.operands(plan)
+        needed = OPERAND_REGISTERS * self.slabs * self.operands_in_slab(plan)
         return needed if needed <= _MOST_HELD else 0
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         return {
             "order": plan.problem.order,
             "slabs": self.slabs,
-            "operands": self.operands(plan),
+            "operands": self.operands_in_slab(plan),
             "parts": 1 << plan.warp_bits,
             "warps_of_group": self.warps(plan),
             "padded": self.is_padded(plan),
         }
 
+    def names(self, plan: Draft) -> dict[str, Any]:
+        return {
+            "stages_from": "loads.cu.j2" if plan.load.in_bulk else "matrix.cu.j2",
+            "load_thread": "",
+            "store_thread": "",
+            "m": self.view(plan, 0),
+        }
+
     def is_padded(self, plan: Draft) -> bool:
         """Whether the last warp of a group holds rows that A lacks."""
-        return plan.problem.order % OPERAND_SIDE > 0 or self.operands(plan) % self.slabs > 0
+        return plan.problem.order % OPERAND_SIDE > 0 or self.operands_in_slab(plan) % self.slabs > 0
 
 
 @dataclass(frozen=True)
@@ -266,6 +280,9 @@ class Matrix(Multiplies):
     the transform and stores, or leaves all that a thread has. Of 32 columns a thread has eight neighbors in a row.
     """
 
+    name = "Matrix"
+    labels = "rows slabs outer"
+
     outer: tuple[int, int]  # the first bit that it transforms, and the end
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
@@ -292,7 +309,7 @@ class Matrix(Multiplies):
         return tuple(map(column, range(*self.outer)))
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return type(self).__name__, self.outer
+        return self.name, self.outer
 
     def sentence(self, bits: str) -> str:
         then = "; round and store" if self.stores else ""
@@ -304,13 +321,15 @@ class Matrix(Multiplies):
         return max(1, shape.rows // shape.together * shape.vectors >> plan.warp_bits)
 
     def values(self, plan: Draft) -> int:
+        """Values of a thread that it leaves in registers."""
         return _SUMS * self.slabs * self.shape(plan).groups * self.sets(plan)
 
-    def coordinates(self, plan: Draft) -> Coordinates:
+    def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
+        """Those of the product. Rows that A lacks lie beyond the end of a row of x."""
         shape, problem = self.shape(plan), plan.problem
         rows = {
             kind: {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in digits.items()}
-            for kind, digits in self.rows_apart(plan).items()
+            for kind, digits in self._rows(plan).items()
         }
         number = OPERAND_SIDE * self.slabs  # of values in a set: groups, then sets, then warps
         first = COLUMN_BITS + log2(shape.vectors)
@@ -337,6 +356,10 @@ class Matrix(Multiplies):
         ]
 
     def rows_apart(self, plan: Draft) -> Coordinates:
+        return self._rows(plan) if self.is_padded(plan) else {}
+
+    def _rows(self, plan: Draft) -> Coordinates:
+        """The digits of `coordinates` that tell rows of X apart, each with the number of a row in place of an index."""
         slabs, warps = Axis(self.slabs, OPERAND_SIDE), Axis(self.warps(plan), 1)
         return {
             "value": {bit(3): bit(3)} | ({slabs: slabs} if self.slabs > 1 else {}),
@@ -351,7 +374,21 @@ class Matrix(Multiplies):
         shape = self.shape(plan)
         return 2 * shape.share * shape.vectors
 
-    def registers(self, plan: Draft) -> int:
+    def names(self, plan: Draft) -> dict[str, Any]:
+        if self.stores:
+            return super().names(plan)
+        coordinates = self.coordinates(plan, plan.loaded)
+        at = {
+            "vectors": self.eights(plan),
+            "stored_at": add(*(scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))),
+            "store_vector": of_vector(coordinates) or "0",
+        }
+        return super().names(plan) | at
+
+    def eights(self, plan: Draft) -> int:
+        return 0 if self.stores else self.values(plan) // VECTOR
+
+    def registers(self, plan: Draft, *, wide: bool) -> int:
         """The larger of what `Columns` needs, loads and sums, and what this step needs, A and its sums."""
         shape, columns = self.shape(plan), VECTOR * self.shape(plan).vectors
         at_once = 2 * shape.vectors if plan.load.staged else self.vectors(plan)
@@ -371,14 +408,14 @@ class Matrix(Multiplies):
         planes = 2 if carrier == SPLIT else 1
         sets = shape.rows // shape.together * shape.vectors / (1 << plan.warp_bits)  # of a warp
         groups = sets * shape.groups  # of 32 columns
-        loaded = self.slabs * self.operands(plan) * (1 if self.held(plan) else sets)  # operands of A
-        mma = 4 * planes * groups * self.slabs * self.operands(plan)
-        reads = 2 * planes * groups * self.operands(plan)
+        loaded = self.slabs * self.operands_in_slab(plan) * (1 if self.held(plan) else sets)  # operands of A
+        mma = 4 * planes * groups * self.slabs * self.operands_in_slab(plan)
+        reads = 2 * planes * groups * self.operands_in_slab(plan)
         return Cost(
             instructions=mma + reads + groups * self.slabs * (24 + 16 * log2(shape.groups)) + 5 * loaded,
             mma=round(mma),
             shared_bytes=reads * WARP_VECTOR_BYTES,
-            waits={"shared": 1, "mma": self.operands(plan) * planes},
+            waits={"shared": 1, "mma": self.operands_in_slab(plan) * planes},
         )
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
@@ -395,7 +432,7 @@ class Matrix(Multiplies):
             "sets": self.sets(plan),
             "blocks": shape.blocks,
             "share": shape.share,
-            "others": plan.footprint.matrix_offset + (0 if plan.load.staged else shape.shared_bytes),
+            "others": plan.footprint.offset("slots") + (0 if plan.load.staged else shape.shared_bytes),
         }
 
 
@@ -404,6 +441,8 @@ class Square(Multiplies):
     """Rows of x, which `Load` has staged, times Aᵀ and the scale, where H is 1: by mma of 16 rows with 8 columns of Aᵀ.
     The result goes through shared memory, is multiplied by the signs after the transform, and stored."""
 
+    name = "Square"
+    labels = "rows slabs"
     multiplies = "scale"
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
@@ -420,47 +459,57 @@ class Square(Multiplies):
         so_far.add(carrier, 1.0)
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return (type(self).__name__,)
+        return (self.name,)
 
     def sentence(self, bits: str) -> str:
         return "matrix of the transform, times the scale; round and store"
 
-    def registers(self, plan: Draft) -> int:
-        return OPERAND_REGISTERS * self.slabs * (self.operands(plan) + 2)
+    def registers(self, plan: Draft, *, wide: bool) -> int:
+        return OPERAND_REGISTERS * self.slabs * (self.operands_in_slab(plan) + 2)
 
     def in_place(self, plan: Draft) -> bool:
         """Whether the result replaces what is staged: if no other warp reads it."""
         return self.warps(plan) == 1
 
     def shared_bytes(self, plan: Draft) -> int:
-        return 0 if self.in_place(plan) else plan.footprint.stage_bytes
+        return 0 if self.in_place(plan) else plan.stage_bytes
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         groups = self.rows / OPERAND_SIDE / (1 << plan.warp_bits)  # of 16 rows, of one warp
-        mma = 2 * groups * self.slabs * self.operands(plan)
+        mma = 2 * groups * self.slabs * self.operands_in_slab(plan)
         words = 4 * groups * self.slabs
         staged = self.vectors(plan)
         return Cost(
-            instructions=mma + 3 * groups * self.operands(plan) + 7 * words + 4 * staged,
+            instructions=mma + 3 * groups * self.operands_in_slab(plan) + 7 * words + 4 * staged,
             mma=round(mma),
-            shared_bytes=groups * self.operands(plan) * WARP_VECTOR_BYTES
+            shared_bytes=groups * self.operands_in_slab(plan) * WARP_VECTOR_BYTES
             + words * WARP_BYTES
             + WARP_VECTOR_BYTES * staged,
-            waits={"mma": self.operands(plan), "shared": 2, "block sync": 2},
+            waits={"mma": self.operands_in_slab(plan), "shared": 2, "block sync": 2},
         )
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         return super().view(plan, at) | {
             "sets": self.rows // OPERAND_SIDE,
             "in_place": self.in_place(plan),
-            "product": plan.footprint.matrix_offset,
+            "product": plan.footprint.offset("slots"),
             "undo": round(1 / ENTRY_FACTOR[plan.problem.io.input]),
         }
+
+
+def of_vector(coordinates: Coordinates) -> str:
+    """C expression for how far vector `i` of a thread is from its first."""
+    digits = {digit: axis for digit, axis in coordinates["value"].items() if digit.stride >= VECTOR}
+    return scatter("i", {Axis(digit.radix, digit.stride // VECTOR): axis for digit, axis in digits.items()})
 
 
 @dataclass(frozen=True)
 class Signs(Step):
     """Multiplies by the signs before or after the transform, if the call gives some."""
+
+    name = "Signs"
+    labels = "before"
+    operands = SIGNS
 
     before: bool
 

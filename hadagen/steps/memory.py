@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hadagen.problem import DType, Rows
-from hadagen.steps.base import AS_LOADED, FP32, PACKED, WARP_VECTOR_BYTES, Cost, Step
-
-if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
+from hadagen.steps.base import AS_LOADED, BARRIERS, FP32, PACKED, WARP_VECTOR_BYTES, Cost, Draft, Region, Step
 
 
 @dataclass(frozen=True)
@@ -18,13 +15,16 @@ class Load(Step):
     """Global memory → registers, in 16-byte vectors, with `stages` tiles in flight. Before a `Gather` it loads to
     shared memory only, where the `Gather` reads."""
 
+    name = "Load"
+    labels = "path stages carrier"
+
     path: str  # plain, cp_async, bulk or multicast
     stages: int = 1
     carrier: str = PACKED  # fp32 for float32
 
     template = "loads.cu.j2"
     takes = ""
-    loads = holds_all = True
+    loads = reads_x = holds_all = True
 
     @property
     def leaves(self) -> str:
@@ -49,6 +49,12 @@ class Load(Step):
     def multicast(self) -> bool:
         """Whether every block of a cluster copies its share to all blocks, so that each has whole rows."""
         return self.path == "multicast"
+
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        if self.in_bulk:
+            yield BARRIERS
+        if self.staged:
+            yield Region("stages", self.stages * plan.stage_bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if self.stages < 1 or (self.stages > 1 and not plan.persistent):
@@ -84,6 +90,9 @@ class _Asks(Step):
 class Prefetch(_Asks):
     """Asks L2 for the input about `mib` MiB behind the tile that was just loaded, for a tile that starts later."""
 
+    name = "Prefetch"
+    labels = "mib"
+
     mib: int
 
     says = "prefetch to L2 what is {mib} MiB ahead"
@@ -110,6 +119,7 @@ class Prefetch(_Asks):
 class Trigger(_Asks):
     """Lets the next kernel in the stream start on free SMs. It waits for the end of this one all the same."""
 
+    name = "Trigger"
     says = "let the next kernel start"
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
@@ -124,6 +134,7 @@ class Trigger(_Asks):
 class Store(Step):
     """Registers → global memory, each 16-byte vector to its address. Values have the form that `Load` left."""
 
+    name = "Store"
     says = "store"
 
     @property

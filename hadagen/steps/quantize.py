@@ -11,16 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hadagen.formats import TENSOR, Element, Format
 from hadagen.layout import PAIR, Axis, Place, Placement, add, bit, reg, scatter, swaps
-from hadagen.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Step
-from hadagen.steps.matrix import VECTOR
+from hadagen.operands import SCALES, TENSOR_SCALE
+from hadagen.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Draft, Region, Step
+from hadagen.steps.matrix import VECTOR, of_vector
 from hadagen.steps.memory import Store
-
-if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
 
 _BIT = 2  # the radix of a bit
 _SIGNS_OF_BYTE = 8
@@ -102,14 +100,8 @@ def _groups(digits: tuple[tuple[str, Axis, Axis], ...], size: int) -> Groups:
 
 def _coordinates(plan: Draft) -> Coordinates:
     """Those of values before they are quantized."""
-    if plan.matrix:
-        return plan.matrix.coordinates(plan)
-    before = plan.before(next(at for at, step in enumerate(plan.steps) if isinstance(step, Largest | Quantize)))
-    values = {Axis(digit.radix, 2 * digit.stride): axis for digit, axis in before.digits_of("reg").items()}
-    return {
-        "value": {Axis(2, 1): before.axes[PAIR], **values},
-        **{kind: before.digits_of(kind) for kind in ("lane", "warp", "cta")},
-    }
+    at = next(at for at, step in enumerate(plan.steps) if isinstance(step, Largest | Quantize))
+    return plan.tile.coordinates(plan, plan.before(at))
 
 
 def _flat(coordinates: Coordinates) -> Iterator[tuple[str, Axis, Axis]]:
@@ -134,10 +126,15 @@ class Largest(Step):
     """Finds the largest magnitude of each group, a NaN where there is one: of a thread, then of the lanes by shuffles,
     then of the warps through shared memory."""
 
+    name = "Largest"
     says = "the largest magnitude of each group"
     template = "quantize.cu.j2"
     takes = FP32
     holds_all = True
+
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        """What warps tell each other of a group that several have values of."""
+        yield Region("peaks", Groups.of(plan).shared_bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         form = plan.problem.io.form
@@ -167,7 +164,7 @@ class Largest(Step):
             "group_of_value": scatter("value", _numbers(groups.others)) or "0",
             "place": scatter("warp", _numbers(groups.warps)) or "0",
             "some_lanes": sum(digit.stride for digit in groups.lanes),
-            "peaks_offset": plan.footprint.peaks_offset,
+            "peaks_offset": plan.footprint.offset("peaks"),
         }
 
 
@@ -175,12 +172,16 @@ class Largest(Step):
 class Quantize(Store):
     """Encodes the values, and stores codes and scales."""
 
+    name = "Quantize"
+    labels = "folds swapped"
+
     folds: bool = False  # multiplies by the scale, or what is left of it, with the same product that quantizes
     # The bits at the two places of each pair are swapped, once values are codes.
     swapped: tuple[tuple[Place, Place], ...] = ()
 
     template = "quantize.cu.j2"
     takes = FP32
+    operands = SCALES, TENSOR_SCALE
 
     @property
     def multiplies(self) -> str:
@@ -264,13 +265,8 @@ class Quantize(Store):
         }
         if plan.problem.transform.signed:
             view |= _signs(coordinates)
-        rows: Coordinates = {}  # of X, where some that a thread has are beyond the end
-        if plan.matrix:
-            threads = (scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))
-            view |= {"thread_at": add(*threads), "vector_at": _of_vector(coordinates) or "0"}
-            rows = plan.matrix.rows_apart(plan) if plan.matrix.is_padded(plan) else {}
-        if rows:
-            view["row"] = add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), _of_vector(rows))
+        if rows := plan.tile.rows_apart(plan):  # where some that a thread has are beyond the end of X
+            view["row"] = add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), of_vector(rows))
         if form.group == TENSOR and not form.by_head:
             return view
         groups = Groups.of(plan)
@@ -288,12 +284,6 @@ class Quantize(Store):
             "lane_of_group": scatter("g", {of_g[of]: digit for digit, of in handed.items()}),
             "alone": " && ".join(filter(None, first)),
         }
-
-
-def _of_vector(coordinates: Coordinates) -> str:
-    """C expression for how far vector `i` of a thread is from its first."""
-    digits = {digit: axis for digit, axis in coordinates["value"].items() if digit.stride >= VECTOR}
-    return scatter("i", {Axis(digit.radix, digit.stride // VECTOR): axis for digit, axis in digits.items()})
 
 
 def _first_of_group(groups: Groups, coordinates: Coordinates) -> str:
@@ -332,6 +322,7 @@ def _signs(coordinates: Coordinates) -> dict[str, Any]:
 class Renumber(Step):
     """Exchanges the two bits of each base-4 digit of an index. No value moves: each is another element from here on."""
 
+    name = "Renumber"
     says = "exchange the bits of each base-4 digit of an index"
     template = "quantize.cu.j2"
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hadagen.layout import MMA_MOVES, PAIR, Place, lane, reg, swaps
 from hadagen.problem import DType
 from hadagen.scale import ScaleForm
-from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, WARP_BYTES, Cost, Roundings, Step
-
-if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
+from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, WARP_BYTES, Cost, Draft, Roundings, Step
 
 LEAST_POWER = -4  # with 2^-4 of the scale in an mma, sums of 16 values are no larger than the largest value
 NORMALIZER = 3  # as the `factor` of an `Mma`
@@ -52,6 +49,7 @@ _CUT = 1 / 16
 class Gather(Step):
     """Transforms the bits at cta: sums the shares of a row that a multicast has brought, in fp32, times the scale."""
 
+    name = "Gather"
     says = "sum over blocks, times the scale: bits {bits}"
     template = "loads.cu.j2"
     over_blocks = True
@@ -80,6 +78,9 @@ class Mma(Step):
     type of its accumulators: fp32, or 16 bits (float16 only). All four bits must be bits of the row, also those that
     are idle. Otherwise rows would meet in a sum with weight 0, and an infinity in one row would make its neighbors NaN.
     """
+
+    name = "Mma"
+    labels = "reg operand parts accumulator factor turned over_blocks idle"
 
     reg: int
     operand: str = PACKED  # or fp16, or a type of `PARTS`
@@ -238,6 +239,9 @@ class _Sum(Step):
 class Butterfly(_Sum):
     """Transforms the bit at `place` (pair or a register bit) by add and subtract."""
 
+    name = "Butterfly"
+    labels = "place"
+
     place: Place
 
     says = "butterfly {place}: bit {bits}"
@@ -276,6 +280,9 @@ class Shuffle(_Shuffle):
     """Transforms the bit at lane[`lane`] by a warp shuffle with the other lane, then add or subtract. With `widen` it
     takes 16-bit values and leaves fp32, so that half as many words cross."""
 
+    name = "Shuffle"
+    labels = "lane widen"
+
     lane: int
     widen: bool = False
 
@@ -295,6 +302,9 @@ class Shuffle(_Shuffle):
 class SwapButterfly(_Shuffle):
     """Swaps the bits at lane[`lane`] and `place`, a register bit, by a warp shuffle of fp32 values. Then it transforms
     the bit that came to the register by add and subtract. Half as many values cross as in a `Shuffle`."""
+
+    name = "SwapButterfly"
+    labels = "lane place"
 
     lane: int
     place: Place

@@ -32,10 +32,11 @@ from hadagen.errors import told_apart
 from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import RowShape, Source
 from hadagen.measure import Cell, Variant, all_cells
+from hadagen.operands import verification_operands
 from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.programs import Patience
-from hadagen.reference import NORMAL_ELEMENTS, verification_operands
+from hadagen.reference import NORMAL_ELEMENTS
 from hadagen.regimes import main_buckets, regime
 from hadagen.space import Space
 from hadagen.trial import Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now

@@ -1,0 +1,42 @@
+"""How far the results of a kernel are from the exact transform. All that verify a kernel judge it by this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hadagen import quantizer
+from hadagen.formats import Layout
+from hadagen.problem import DType, Problem
+
+TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
+
+
+def scales_in_rows(problem: Problem, scales: torch.Tensor, units: int) -> torch.Tensor:
+    """The scales of so many `Problem.unit`s, [units, scales of one], of what a kernel wrote in its layout."""
+    form = problem.io.form
+    assert form is not None
+    return quantizer.rows_of_scales(scales, form.layout, units, form.scales_in_row(problem.unit))
+
+
+def error_of(
+    problem: Problem, results: Sequence[torch.Tensor], exact: torch.Tensor, given: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The relative error of results, which `Problem.error_bound` limits; not finite if a result is not.
+
+    results: the transform, of exact's shape; or codes [units, …] and, for formats with scales of groups, their scales
+        as `scales_in_rows` returns them. exact: the exact transform, float64. given: the tensor_scale of the call.
+
+    The error of a transform is ‖result − exact‖ / ‖exact‖, that of codes `quantizer.excess_error`.
+    """
+    form = problem.io.form
+    if form is None:
+        norm = torch.linalg.vector_norm
+        error: torch.Tensor = norm(results[0].double() - exact) / norm(exact)
+        return error
+    codes, *scales = results
+    values, plain = exact.view(-1, problem.unit), replace(form, layout=Layout.ROW_MAJOR)
+    dtype = TORCH_DTYPE[problem.io.input]
+    return quantizer.excess_error(codes, scales[0] if scales else codes, values, plain, dtype, given)

@@ -1,0 +1,166 @@
+"""`Operand`: a tensor that a kernel takes besides x and y. All that handles operands is a loop over `operands_of`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hadagen.formats import TENSOR, Format, Layout
+from hadagen.launch import PARAMS, ROW_PARAMS, Param
+from hadagen.problem import DType, Problem, Rows
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+# Name of an operand → its values: "matrix", its entries [order, order]; "signs_before" and "signs_after", as the params
+# of these names; "tensor_scale", float32 with an element for each head, or one. Signs that are not there are none.
+Values = Mapping[str, "NDArray[Any]"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor in device memory, by the name of the param that points to it.
+
+    is_taken: whether the kernels of a problem take it.
+    sample: values to verify the kernels of a problem with, for so many `Problem.unit`s; None for what a kernel writes.
+    packed: an array of the bytes that a kernel takes for values.
+    numbers: the params that belong to it, such as a pitch.
+    is_optional: whether a null pointer stands for none.
+    """
+
+    name: str
+    is_taken: Callable[[Problem], bool]
+    sample: Callable[[Problem, int, np.random.Generator], NDArray[Any]] | None
+    packed: Callable[[Problem, NDArray[Any]], NDArray[Any]] = lambda problem, values: values
+    numbers: Callable[[Problem], tuple[Param, ...]] = lambda problem: ()
+    is_optional: bool = False
+
+    @property
+    def param(self) -> Param:
+        return Param("void*" if self.sample is None else "const void*", self.name)
+
+
+# ---- the matrix ------------------------------------------------------------------------------------------------------
+# A byte for each entry, 0 for 0, `ENTRY_BYTES` for −1 and 1, in the order in which they are operands of mma.m16n8k16.
+# The matrix is filled up with zeros to a multiple of 16 rows and columns. Of each 16×16 part of it, row by row of
+# parts, come the eight entries of lane 0, 1, … 31, two for each word ("Matrix fragments for mma.m16n8k16", A, in the
+# PTX ISA).
+ENTRY_BYTES = {-1: 0xBC, 1: 0x3C}
+# With eight zeros behind it, such a byte is an entry times a power of two.
+ENTRY_FACTOR = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-7}
+
+
+def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
+    """The bytes that a kernel takes for a matrix [K, K] of −1, 0 and 1, uint8 [side²] on its device, with side the
+    order up to a multiple of 16."""
+    import torch
+
+    fill = -len(matrix) % 16
+    entries = torch.nn.functional.pad(matrix, (0, fill, 0, fill))
+    padded = (entries > 0).to(torch.uint8) * ENTRY_BYTES[1] + (entries < 0).to(torch.uint8) * ENTRY_BYTES[-1]
+    count = len(padded) // 16
+    # Row 16 i + 8 a + g and column 16 j + 8 b + 2 t + c → part (i, j), lane 4 g + t, word 2 b + a, half c.
+    return padded.view(count, 2, 8, count, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6).flatten()
+
+
+def _packed_matrix(problem: Problem, matrix: NDArray[Any]) -> NDArray[Any]:
+    import torch
+
+    packed: NDArray[Any] = pack_matrix(torch.from_numpy(matrix.copy())).numpy()
+    return packed
+
+
+def _random_matrix(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
+    """Few entries are 0. Rows are no more orthogonal than random ones, and the matrix is not symmetric, so that
+    transposed it gives another result."""
+    return random.choice((-1, 0, 1), (problem.order, problem.order), p=(0.48, 0.04, 0.48))
+
+
+# ---- signs -----------------------------------------------------------------------------------------------------------
+def _random_signs(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
+    """n bits; bit i % 8 of byte i / 8 is 1 where sign i is −1."""
+    return random.integers(0, 256, -(-problem.n // 8), "uint8")
+
+
+def _is_signed(problem: Problem) -> bool:
+    return problem.transform.signed
+
+
+# ---- what a kernel that quantizes takes ------------------------------------------------------------------------------
+def _has_scales(problem: Problem) -> bool:
+    return problem.io.form is not None and problem.io.form.group != TENSOR
+
+
+def _needs_scale(problem: Problem) -> bool:
+    """Whether a call gives a scale, or one for each head."""
+    return problem.io.form is not None and problem.io.form.needs_scale
+
+
+def _numbers_of_heads(problem: Problem) -> tuple[Param, ...]:
+    """How many times `Problem.unit` elements a head has."""
+    return (Param("u32", "units_in_head"),) if problem.io.form and problem.io.form.by_head else ()
+
+
+def _numbers_of_layout(problem: Problem) -> tuple[Param, ...]:
+    """How many scales a row has, and how far apart columns of scales are."""
+    form = problem.io.form
+    in_row, pitch = Param("u32", "scales_in_row"), Param("i64", "scale_pitch")
+    return {Layout.COLUMN_MAJOR: (in_row, pitch), Layout.SWIZZLED: (in_row,)}.get(form.layout, ()) if form else ()
+
+
+def _sample_scales(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
+    from torch import device
+
+    from hadagen.quantizer import sample_scales
+
+    assert problem.io.form is not None
+    scales = sample_scales(problem.io.form, units, device("cpu"))
+    assert scales is not None
+    found: NDArray[Any] = scales.reshape(-1).numpy()
+    return found
+
+
+MATRIX = Operand("matrix", lambda problem: problem.order > 1, _random_matrix, _packed_matrix)
+SIGNS = tuple(Operand(name, _is_signed, _random_signs, is_optional=True) for name in ("signs_before", "signs_after"))
+SCALES = Operand("scales", _has_scales, None, numbers=_numbers_of_layout)
+TENSOR_SCALE = Operand("tensor_scale", _needs_scale, _sample_scales, numbers=_numbers_of_heads)
+OPERANDS = (MATRIX, *SIGNS, SCALES, TENSOR_SCALE)
+# Kernels take `PARAMS` first, then others in this order, then those of operands that are not here.
+_NUMBERS = "units_in_head", "scales_in_row", "scale_pitch"
+_NAMES = *(param.name for param in ROW_PARAMS), *(operand.name for operand in OPERANDS), *_NUMBERS
+_ORDER = {name: at for at, name in enumerate(_NAMES)}
+
+
+def operands_of(problem: Problem) -> list[Operand]:
+    """The operands that the kernels of a problem take."""
+    return [operand for operand in OPERANDS if operand.is_taken(problem)]
+
+
+def params_for(problem: Problem, operands: Iterable[Operand] = OPERANDS) -> tuple[Param, ...]:
+    """What the kernels of a problem take, of these operands."""
+    taken = [each for each in dict.fromkeys(operands) if each.is_taken(problem)]
+    others = [param for each in taken for param in (each.param, *each.numbers(problem))]
+    rows = ROW_PARAMS if problem.io.rows is Rows.PITCHED else ()
+    return *PARAMS, *sorted((*rows, *others), key=lambda param: _ORDER.get(param.name, len(_ORDER)))
+
+
+def sizes_for(form: Format, rows: int, columns: int, units_in_head: int = 1) -> dict[str, int]:
+    """The numbers that a kernel may take to quantize [rows, columns], by the names of their params."""
+    pitch = Layout.COLUMN_MAJOR.filled_up(rows, 1, form.scale_bytes(4))[0]
+    return {"scales_in_row": form.scales_in_row(columns), "scale_pitch": pitch, "units_in_head": units_in_head}
+
+
+def verification_operands(problem: Problem, units: int = 1) -> dict[str, NDArray[Any]]:
+    """Random values of all operands that the kernels of a problem read."""
+    import numpy as np
+
+    random = np.random.default_rng(problem.order)
+    return {each.name: each.sample(problem, units, random) for each in operands_of(problem) if each.sample}
+
+
+def kernel_operands(problem: Problem, values: Values) -> dict[str, NDArray[Any]]:
+    """Values as kernels take them."""
+    return {each.name: each.packed(problem, values[each.name]) for each in operands_of(problem) if each.name in values}

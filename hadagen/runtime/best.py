@@ -1,0 +1,220 @@
+"""`best_config`: the kernel that a call runs, without the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from hadagen.errors import UsageError, shown
+from hadagen.launch import LaunchSpec
+from hadagen.problem import MAX_LOG2_N, Problem, Rows, kernel_order, padded_length
+from hadagen.regimes import Destination
+from hadagen.runtime.arguments import as_int, explained, is_count, is_flag, is_one_of
+from hadagen.runtime.choose import BATCH_INVARIANT, Match, as_problem, choose_from_bundles
+from hadagen.runtime.device import Device, find_device
+from hadagen.target import arch_of_gpu
+from hadagen.trial import Provenance
+
+if TYPE_CHECKING:
+    import torch
+
+    from hadagen.runtime.rotation import Rotation
+
+
+@dataclass(frozen=True)
+class BestConfig:
+    """The kernel that a call runs for a problem on a device, and what is known about it.
+
+    `rows`: of `problem.n` elements each.
+    `kernel`: its digest.
+    `relative_error`: the largest ‖out − ref‖ / ‖ref‖ against float64 that was measured; None if the kernel never ran.
+    `us`, `copy_us`: microseconds of one launch, and of a plain copy of the same bytes; None unless measured on a GPU
+        of this class, at an element count (rows · n) within a factor of two.
+    `provenance`: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc", "date" (UTC), "elements" where the
+        kernel was chosen, and its "us" and "copy_us" there, on that GPU; None if these are only estimated.
+
+    All of these are None if `match` is GENERIC.
+    """
+
+    problem: Problem
+    rows: int
+    destination: Destination
+    device: Device
+    match: Match
+    kernel: str | None = None
+    knobs: Mapping[str, Any] | None = None
+    launch: LaunchSpec | None = None
+    us: float | None = None
+    copy_us: float | None = None
+    relative_error: float | None = None
+    provenance: Mapping[str, Any] | None = None
+
+    @property
+    def fraction_of_copy(self) -> float | None:
+        return None if self.us is None or self.copy_us is None else self.copy_us / self.us
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            "problem": self.problem.key,
+            "rows": self.rows,
+            "destination": self.destination.value,
+            "arch": self.device.arch,
+            "gpu": self.device.gpu,
+            "match": self.match.value,
+            "kernel": self.kernel,
+            "knobs": None if self.knobs is None else dict(self.knobs),
+            "launch": None if self.launch is None else self.launch.to_dict(),
+            "us": self.us,
+            "copy_us": self.copy_us,
+            "fraction_of_copy": self.fraction_of_copy,
+            "relative_error": self.relative_error,
+            "provenance": None if self.provenance is None else dict(self.provenance),
+        }
+
+
+def _problem_of_call(
+    n: Any, dtype: Any, numerics: Any, said: Mapping[str, Any], asked: Mapping[str, Any]
+) -> tuple[Problem, int]:
+    """The problem of the kernel of a call, and the elements of a row of x. said: order and signed. asked: a format."""
+    name = str(dtype).removeprefix("torch.") if not isinstance(dtype, str) else dtype
+    if hasattr(n, "transform"):  # a Rotation
+        if said:
+            raise UsageError("a Rotation says itself whether it has a matrix and signs; leave out order and signed")
+        of, width = n.transform, n.n
+        if of is None:
+            raise UsageError("no kernel computes this Rotation, so PyTorch does; best_config has nothing to say of it")
+        if asked["to"] is not None and asked["columns"] is None:
+            asked = {**asked, "columns": width}
+        parts = {"order": of.order, "signed": of.signed, "swapped": of.swapped}
+        return Problem.of(of.n, name, numerics, **parts, **asked), asked["columns"] or width
+    n = as_int(n)
+    if not is_count(n):
+        raise UsageError(f"n = {shown(n)} is not supported; give a whole number, at least 1, a Rotation or a problem")
+    if asked["to"] is None and not said and n & (n - 1) and n < 1 << MAX_LOG2_N:  # which hadamard_transform pads
+        problem = Problem.of(padded_length(n), name, numerics, Rows.PITCHED, **asked)
+        return problem, problem.n
+    return Problem.of(n, name, numerics, **said, **asked), asked["columns"] or n
+
+
+def is_near(timed: int, elements: int) -> bool:
+    """Whether a time at one element count also tells the time at another: within a factor of two.
+
+    The bucket nearest to a count is always that near, except beyond the first and the last bucket.
+    """
+    return timed <= 2 * elements and elements <= 2 * timed
+
+
+_EXAMPLE = 'call it such as best_config(4096, "float16", rows=8)'
+
+
+@explained(UsageError, _EXAMPLE, {"problem": "n"})
+def best_config(
+    n: int | Rotation | Problem | str | Mapping[str, Any],
+    dtype: torch.dtype | str | int | None = None,
+    device: int | str | torch.device | None = None,
+    *,
+    rows: int | None = None,
+    inplace: bool = False,
+    numerics: str = "accurate",
+    arch: str | None = None,
+    batch_invariant: bool | None = None,
+    order: int = 1,
+    signed: bool = False,
+    to: str | None = None,
+    columns: int | None = None,
+    group: int | None = None,
+    rule: str | None = None,
+    layout: str = "row-major",
+    round_first: bool = False,
+) -> BestConfig:
+    """The kernel that a call of `hadamard_transform`, a `Rotation` or `rotate_quantize` runs; nothing is run. With
+    `arch` it needs no GPU. Arguments are those of `warmup`, each with one value.
+
+    If a kernel does not fit on the device, a call runs the next nearest instead. This function does not check that.
+
+    n: the last dimension of x, or a `Rotation`; with `to` what is rotated by: a `Rotation`, or a power of two, 1 for no
+        rotation. Or a whole problem, without a dtype: a `Problem`, its key, such as "n4096-float16-fast", or the
+        arguments of `Problem.of`, {"n": 4096, "dtype": torch.float16, "numerics": "fast"}. `best_config(problem, rows)`
+        is possible then.
+    dtype: of x, such as torch.float16 or "float16".
+    rows: the number of rows of x: all dimensions but the last, multiplied.
+    device: a CUDA device of this machine, the current one if none is given. With `arch` (for instance "sm90") the name
+        of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch. Where neither the bundles nor hadagen know
+        a GPU of that name, the `match` is ESTIMATED at best.
+    inplace: whether the result overwrites the input.
+    batch_invariant: as in the call. If True, a `match` of GENERIC also stands for a call that raises, because others
+        have kernels.
+    order, signed: of a rotation by n elements: K, or 1 without a matrix, and whether it has signs. A `Rotation`, a
+        `Problem` and a key say that themselves.
+    to, columns, group, rule, layout, round_first: as for `warmup`, one format each.
+
+    Raises `UsageError` for missing or too many arguments, a bad problem, order, flag, format or arch, a rotation that
+    no kernel computes, a device of another arch, rows below 1, or if there is no device; `StorageError` if
+    HADAGEN_BUNDLE names a file that is damaged or no bundle.
+    """
+    is_whole = isinstance(n, (Problem, str, Mapping))
+    if is_whole and rows is None:
+        rows, dtype = cast(Any, dtype), None
+    for name, value in (("rows", rows), *(() if is_whole else (("dtype", dtype),))):
+        if value is None:
+            raise UsageError(f"best_config: missing a required argument: {name!r}; {_EXAMPLE}")
+    if is_whole and (dtype is not None or to is not None or not is_one_of(numerics, ["accurate"])):
+        raise UsageError("a problem has its dtype, numerics and format; leave out dtype, numerics and to")
+    rows = as_int(rows)
+    if not is_count(rows):
+        raise UsageError(f"rows = {shown(rows)} is not supported; give a whole number of rows, at least 1")
+    if batch_invariant is None:
+        batch_invariant = BATCH_INVARIANT
+    for name, flag in (
+        ("inplace", inplace),
+        ("batch_invariant", batch_invariant),
+        ("signed", signed),
+        ("round_first", round_first),
+    ):
+        if not is_flag(flag):
+            raise UsageError(f"{name} = {shown(flag)} is not supported; give True or False")
+    order = as_int(order)
+    said: dict[str, Any] = {} if is_count(order) and order == 1 else {"order": order}
+    said |= {"signed": True} if signed else {}
+    if not is_whole:
+        form = {"group": as_int(group), "rule": rule, "layout": layout, "round_first": bool(round_first)}
+        asked = {"to": to, "columns": as_int(columns), **form}
+        problem, width = _problem_of_call(n, dtype, numerics, said, asked)
+        rows = rows * width // problem.n
+    elif isinstance(n, Mapping):
+        problem = as_problem({**said, **n})
+    else:
+        problem = as_problem(n)
+        problem = replace(problem, transform=replace(problem.transform, **said))
+    if said.get("order") and problem.order > 1:
+        of_kernels = kernel_order(problem.order, problem.length)
+        problem = replace(problem, transform=replace(problem.transform, order=of_kernels))
+    target = find_device(device, arch)
+    destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
+    match, chosen = choose_from_bundles(
+        problem, destination, rows * problem.n, target, batch_invariant=bool(batch_invariant)
+    )
+    if match is Match.SAME_ARCH and arch and target.gpu and arch_of_gpu(target.gpu) is None:
+        match = Match.ESTIMATED  # only the caller says that a GPU of this name is of that arch
+    found = (problem, rows, destination, target, match)
+    if chosen is None:
+        return BestConfig(*found)
+    entry, _ = chosen
+    measured = entry.provenance is Provenance.MEASURED
+    us, copy_us = (entry.us, entry.copy_us) if measured else (None, None)
+    provenance = {
+        "kind": entry.provenance.value,
+        "arch": entry.arch,
+        "gpu": entry.gpu,
+        "driver": entry.environment.driver,
+        "nvcc": entry.nvcc,
+        "date": entry.date,
+        "elements": entry.elements,
+        "us": us,
+        "copy_us": copy_us,
+    }
+    if match is not Match.SAME_GPU or not is_near(entry.elements, rows * problem.n):
+        us = copy_us = None
+    return BestConfig(*found, entry.kernel, entry.knobs, entry.launch, us, copy_us, entry.relative_error, provenance)

@@ -1,0 +1,24 @@
+"""Devices and streams, as a launch needs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hadagen import driver
+
+# torch.cuda.current_stream builds an object, which takes longer than the launch.
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+
+
+def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
+    """Queue a prepared launch on the current stream of its device. x, y: addresses there. Raises `DriverError`."""
+    if current_device() == device:
+        launch(raw_stream(device), x, y)
+    else:
+        with driver.active(device):
+            launch(raw_stream(device), x, y)

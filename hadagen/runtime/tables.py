@@ -1,0 +1,59 @@
+"""What is remembered of calls and kernels, in a table for each. All of the runtime may import this module."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from typing import Any
+
+from hadagen.driver import LoadedKernel
+from hadagen.errors import HadagenError
+from hadagen.problem import Problem
+
+_MAX_CALLS = 4096  # because a program may have ever new row counts
+
+_calls: list[dict[tuple[Any, ...], Any]] = []
+timed: dict[Any, list[int]] = {}  # `Kind` → the element counts of its kernels, ascending
+found: dict[tuple[Any, int], LoadedKernel | None] = {}  # by `Kind` and a timed element count
+loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
+unfit: dict[int, dict[str, HadagenError]] = defaultdict(dict)  # device → digest → why the kernel does not run there
+lock = threading.Lock()  # for entering into `timed` and `found`
+
+
+def table() -> dict[tuple[Any, ...], Any]:
+    """A new table: key → what to do for all calls with it. `forget` empties it."""
+    made: dict[tuple[Any, ...], Any] = {}
+    _calls.append(made)
+    return made
+
+
+def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    if len(table) >= _MAX_CALLS:
+        table.clear()
+    table[key] = value
+
+
+def forget(problem: Problem | None = None) -> None:
+    """Forget the kernels of all calls, so that the next ones look for them, and what was found for a problem. Loaded
+    kernels stay, because graphs may hold them."""
+    for each in _calls:
+        each.clear()
+    with lock:
+        for kind in [kind for kind in timed if kind.problem == problem]:
+            del timed[kind]
+        for key in [key for key in found if key[0].problem == problem]:
+            del found[key]
+
+
+def clear() -> None:
+    """Start anew in a forked child: it has no CUDA, loaded kernels belong to the parent, and a thread of the parent may
+    hold the lock."""
+    global lock
+    lock = threading.Lock()
+    for table in (*_calls, timed, found, loaded, unfit):
+        table.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=clear)

@@ -1,0 +1,169 @@
+"""`warmup`: loads the kernels of later calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import product
+from typing import Any
+
+import torch
+
+from hadagen.errors import UsageError, shown
+from hadagen.formats import Format
+from hadagen.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
+from hadagen.runtime import kernels
+from hadagen.runtime.arguments import as_int, explained, is_count, is_flag
+from hadagen.runtime.choose import BATCH_INVARIANT
+from hadagen.runtime.device import cuda_device, cuda_index
+from hadagen.runtime.kernels import Kind, problem_of
+from hadagen.runtime.loading import compile_missing
+from hadagen.runtime.quantize import problems_of
+from hadagen.runtime.rotation import Rotation
+
+
+@explained(TypeError)
+def warmup(
+    n: int | Rotation | Iterable[int | Rotation],
+    dtype: torch.dtype | str | Iterable[torch.dtype | str],
+    *,
+    rows: int | Iterable[int] | None = None,
+    inplace: bool | None = None,
+    numerics: str | None = None,
+    device: int | str | torch.device | None = None,
+    batch_invariant: bool | None = None,
+    to: str | Iterable[str] | None = None,
+    columns: int | Iterable[int] | None = None,
+    group: int | None = None,
+    rule: str | None = None,
+    layout: str = "row-major",
+    round_first: bool = False,
+) -> int:
+    """Load the kernels of later calls now, so that no call waits for one, and none is loaded in a CUDA graph capture.
+    Kernels without a cubin for the GPU are compiled, as many at a time as there are CPUs.
+
+    n: last dimensions of the later tensors, each at least 1.
+    dtype: their types, such as torch.float16 or "float16".
+    rows: their numbers of rows, the product of all dimensions but the last; by default any number.
+    inplace, numerics: as in the later calls; by default both. `out=` counts as not in place.
+    device: of the later tensors; by default the current CUDA device. Other kinds of devices have no kernels.
+    batch_invariant: as in the later calls; by default what HADAGEN_BATCH_INVARIANT says.
+
+    to: formats of later calls of `rotate_quantize`. n is then what they rotate by: a `Rotation`, or a power of two, 1
+        for no rotation. inplace does not matter to them.
+    columns: the last dimensions of the later tensors; by default n, or that of the `Rotation`.
+    group, rule, layout, round_first: as in the later calls.
+
+    Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
+    With HADAGEN_AUTOTUNE=1, each problem that these calls may ask for is measured first, if it was not yet.
+
+    Returns the number of different kernels that the calls may run; 0 if PyTorch does the work.
+
+    Raises `UsageError` for a bad argument or a missing device, `DeviceError` if a kernel cannot be loaded while a graph
+    is captured, and `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
+    """
+    if inplace is not None and not is_flag(inplace):
+        raise UsageError(f"inplace = {shown(inplace)} is not supported; give True, False, or nothing for both")
+    if batch_invariant is None:
+        batch_invariant = BATCH_INVARIANT
+    elif not is_flag(batch_invariant):
+        raise UsageError(f"batch_invariant = {shown(batch_invariant)} is not supported; give True or False")
+    if not is_flag(round_first):
+        raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
+    if to is None:
+        check_no_format(columns, group, rule, layout, bool(round_first))
+    rotations = _several(n)
+    lengths = [_whole(each if to is None else getattr(each, "n", each), "n") for each in rotations]
+    dtypes = [_dtype(value) for value in _several(dtype)]
+    contracts = [Numerics.ACCURATE]
+    if numerics is None or Problem.of(2, DType.FLOAT16, numerics).io.numerics is Numerics.FAST:
+        contracts.append(Numerics.FAST)  # falls back to accurate if the scale is out of its range
+    counts = None if rows is None else [_whole(value, "rows") for value in _several(rows)]
+    forms = [Format.choose(name, as_int(group), rule, layout) for name in _several(() if to is None else to)]
+    widths = None if columns is None else [_whole(value, "columns") for value in _several(columns)]
+    for length, form in product(widths or lengths, forms):
+        form.scales_in_row(length)
+    index = _warmed_device(device)
+    if index is None:
+        return 0
+    kinds: list[tuple[Kind, int]] = []  # and the elements of a row
+    for rotation, length in zip(rotations, lengths, strict=True):
+        for given in dtypes:
+            if to is not None:
+                for form, width in product(forms, widths or [length]):
+                    row_of_x = _row(width, given, index)
+                    for contract in contracts:
+                        kinds += _quantizing(
+                            index, rotation, row_of_x, form, bool(round_first), contract, bool(batch_invariant)
+                        )
+                continue
+            row = padded_length(length)
+            for problem in {problem_of(row, given, contract.value, lie) for contract in contracts for lie in Rows}:
+                if problem:
+                    # Tensors that must be copied are transformed in place, in the copy.
+                    places = {bool(inplace), True}
+                    kinds += [(Kind(index, problem, place, bool(batch_invariant)), row) for place in places]
+    asked: list[tuple[Kind, int]] = []
+    for kind, row in dict.fromkeys(kinds):
+        timed = kernels.timed_of(kind)
+        # Without `rows`, all counts from a single row on.
+        wanted = [row, *(e for e in timed if e > row)] if counts is None else [row * count for count in counts]
+        asked += [(kind, elements) for elements in wanted]
+    if target := cuda_device(index):
+        compile_missing([chosen for each in asked if (chosen := kernels.choose(*each, target))], target)
+    return len({id(kernels.find(*each)) for each in asked} - {id(None)})
+
+
+def _quantizing(
+    device: int,
+    rotation: Any,
+    x: torch.Tensor,
+    form: Format,
+    round_first: bool,
+    numerics: Numerics,
+    batch_invariant: bool,
+) -> list[tuple[Kind, int]]:
+    """What `rotate_quantize` asks for with tensors like x, and the elements of a row."""
+    quantizing, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant)
+    if quantizing and kernels.timed_of(kind := Kind(device, quantizing, False, batch_invariant)):
+        return [(kind, x.shape[-1])]
+    # PyTorch quantizes what other kernels rotate, in place.
+    return [(Kind(device, each, True, batch_invariant), x.shape[-1]) for each in others if each]
+
+
+def _warmed_device(device: int | str | torch.device | None) -> int | None:
+    """The CUDA index of a device; None if such a device has no kernels. Raises `UsageError` if it does not exist."""
+    if device is None and not torch.cuda.is_available():
+        return None
+    with suppress(RuntimeError, TypeError, ValueError, OverflowError):  # it names no device
+        if device is not None and torch.device(device).type != "cuda":
+            return None
+    index = cuda_index(device)
+    if index is None:
+        raise UsageError(f"device {shown(device)} is not a CUDA device of this machine; name one of those it has")
+    return index
+
+
+def _row(columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+    return torch.empty((1, columns), dtype=dtype, device=f"cuda:{device}")
+
+
+def _several(values: Any) -> list[Any]:
+    try:
+        return [values] if isinstance(values, str) else list(values)
+    except (TypeError, ValueError, RuntimeError):  # no iterable, or an array without a dimension
+        return [values]
+
+
+def _whole(value: Any, name: str) -> int:
+    number: int = as_int(value)
+    if not is_count(number):
+        raise UsageError(f"{name} = {shown(value)} is not supported; give whole numbers, at least 1")
+    return number
+
+
+def _dtype(value: Any) -> torch.dtype:
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(f"dtype {shown(value)} is not supported; give a floating-point type, such as torch.float16")
+    return found
