@@ -94,11 +94,14 @@ def test_mma_moves_are_a_law_of_their_own_inverse() -> None:
 
 def test_the_cells_of_the_docstring() -> None:
     placement = with_slower(Placement.standard(3, 0, 0, 0), [3])
-    assert placement.element({}) == 0
-    assert placement.element({PAIR: 1}) == 1
-    assert placement.element({reg(1): 1}) == 4
-    assert placement.element({lane(0): 1, lane(1): 1, reg(0): 1, PAIR: 1}) == 27
-    assert placement.element({lane(0): 1, lane(1): 1, reg(1): 1, reg(2): 2}) == 540
+    for places, element in (
+        ({}, 0),
+        ({PAIR: 1}, 1),
+        ({reg(1): 1}, 4),
+        ({lane(0): 1, lane(1): 1, reg(0): 1, PAIR: 1}, 27),
+        ({lane(0): 1, lane(1): 1, reg(1): 1, reg(2): 2}, 540),
+    ):
+        assert placement.element(places) == element
     assert [str(axis) for axis in placement.axes.values()] == [*"01234567", "3·256"]
 
 

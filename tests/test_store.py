@@ -89,13 +89,16 @@ def test_trials_are_found_by_problem_arch_gpu_and_outcome(any_store: Store) -> N
     ]
     any_store.record(trial, *others)
     assert any_store.trials() == [trial, *others]
-    assert any_store.trials(problem=others[0].problem) == [others[0]]
-    assert any_store.trials(problem=others[4].problem) == [others[4]]
-    assert any_store.trials(arch="sm80") == [others[1]]
-    assert any_store.trials(gpu=H200.gpu) == [others[2]]
-    assert any_store.trials(outcome=Outcome.TIMEOUT) == [others[3]]
-    assert any_store.trials(PROBLEM, "sm90", H100.gpu, Outcome.OK) == [trial]
-    assert any_store.trials(problem=PROBLEM.with_io(input=DType.BFLOAT16, output=DType.BFLOAT16)) == []
+    for asked, found in (
+        ({"problem": others[0].problem}, [others[0]]),
+        ({"problem": others[4].problem}, [others[4]]),
+        ({"arch": "sm80"}, [others[1]]),
+        ({"gpu": H200.gpu}, [others[2]]),
+        ({"outcome": Outcome.TIMEOUT}, [others[3]]),
+        ({"problem": PROBLEM, "arch": "sm90", "gpu": H100.gpu, "outcome": Outcome.OK}, [trial]),
+        ({"problem": PROBLEM.with_io(input=DType.BFLOAT16, output=DType.BFLOAT16)}, []),
+    ):
+        assert any_store.trials(**asked) == found
 
 
 def test_trials_can_be_read_without_blobs(any_store: Store) -> None:

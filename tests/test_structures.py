@@ -143,13 +143,19 @@ def test_groups_are_as_small_as_chunks_that_meet_from_the_exchange_on(shape: dic
     assert (out == expected).all()
 
 
-def test_chunks_meet_in_what_moves_or_transforms_a_bit_of_their_number() -> None:
-    assert mixed_chunk_bits([Load("plain"), Mma(1), Butterfly(reg(1)), Shuffle(4), Store()]) == 0
-    assert mixed_chunk_bits([Mma(0)]) == 0
-    assert mixed_chunk_bits([Butterfly(reg(4)), Mma(2, turned=True)]) == 3
-    assert mixed_chunk_bits([Mma(2, turned=True), Butterfly(PAIR)]) == 1
-    assert mixed_chunk_bits([SwapButterfly(4, reg(3))]) == 2
-    assert mixed_chunk_bits([Exchange(((lane(4), warp(0)), (reg(3), warp(1))), PACKED)]) == 2
+@pytest.mark.parametrize(
+    ("steps", "bits"),
+    [
+        ([Load("plain"), Mma(1), Butterfly(reg(1)), Shuffle(4), Store()], 0),
+        ([Mma(0)], 0),
+        ([Butterfly(reg(4)), Mma(2, turned=True)], 3),
+        ([Mma(2, turned=True), Butterfly(PAIR)], 1),
+        ([SwapButterfly(4, reg(3))], 2),
+        ([Exchange(((lane(4), warp(0)), (reg(3), warp(1))), PACKED)], 2),
+    ],
+)
+def test_chunks_meet_in_what_moves_or_transforms_a_bit_of_their_number(steps: list[Step], bits: int) -> None:
+    assert mixed_chunk_bits(steps) == bits
 
 
 def test_only_one_exchange_in_a_block_goes_group_by_group() -> None:
