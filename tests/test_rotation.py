@@ -591,7 +591,7 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
 
 
 def test_a_result_is_not_written_over_the_buffers_of_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    signed, given = Rotation(32, signs=some_signs(32)), Rotation(6, torch.rand(3, 3) + torch.eye(3))
+    signed, given = Rotation(32, signs=some_signs(32)), Rotation(6, torch.eye(3) + 0.25)
     run = SimpleNamespace(over=lambda x, _: x.zero_())
     for r, name in ((signed, "packed_signs"), (given, "packed_matrices")):
         buffer = r.get_buffer(name)

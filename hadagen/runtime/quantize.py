@@ -68,32 +68,32 @@ def rotate_quantize(
     """Rotate the last dimension of x, and quantize the result.
 
     x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m.
-    rotation: a `hadagen.Rotation` of rows of m; or n, a power of two, for H_n · n^-½ over blocks of n; None for no
-        rotation. (`hadagen.presets` passes what a Rotation multiplies by.)
+    rotation: a `hadagen.Rotation` of rows of m elements; or n, a power of two, for H_n · n^-½ over blocks of n
+        elements; None for no rotation. (`hadagen.presets` passes operands of a Rotation.)
     to: the format. docs/quantization.md has the formats, their rules, groups and layouts.
     scale: for a Rotation and for None a factor on the values before they are quantized, 1 by default. For n the whole
         factor on H_n: by default n^-½, which makes it orthonormal; scale=1 is the unnormalized H_n.
-    group: how many neighboring elements have one scale; None is the default of the format.
-    rule: how a scale follows from the largest magnitude; None is the default of the format.
+    group: the group size, the number of neighboring elements with one scale; None is the default of the format.
+    rule: how a scale follows from amax, the largest magnitude of its group; None is the default of the format.
     layout: of the scales, "row-major", "column-major", "packed", "swizzled" or "batched-swizzled".
-    tensor_scale: for fp8-tensor the scale of all values; for nvfp4 that of all scales, or with the rule
-        transformer_engine the largest magnitude of all values. A number, or float32 with one element on x's device. For
-        fp8-head a scale for each head, or with the rule fa3 its largest magnitude: float32 on x's device, with the
-        shape x.shape[:k] of k ≥ 1 leading dimensions.
+    tensor_scale: for fp8-tensor the scale of all values; for nvfp4 the scale of all scales, or with the rule
+        transformer_engine the amax of all values. A number, or float32 with one element on x's device. For fp8-head the
+        scale of each head, or with the rule fa3 the amax of each head: float32 on x's device, with the shape
+        x.shape[:k] of k ≥ 1 leading dimensions.
     round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
-    gradient: whether what `dequantize` gives has gradients, where x requires one. The rotation is then computed twice,
+    gradient: whether the result of `dequantize` has gradients, if x requires one. The rotation is then computed twice,
         and its float32 values are kept.
     numerics: "accurate" keeps at least 16 significant bits of every value until codes are made, on every GPU; only the
         conversion to FP4 may look at fewer, as docs/quantization.md says. "fast" may round values to fewer bits between
         steps. float32 is always accurate.
-    batch_invariant: as for `hadagen.hadamard_transform`. Where kernels that quantize do not give the same bits in every
-        call, PyTorch does, with one RuntimeWarning. By default such calls are made if HADAGEN_BATCH_INVARIANT is 1.
-    out: codes and scales to write and return, like those that the call would make and without memory of x: what a call
-        returned, or a pair. For fp8-tensor and fp8-head its scales are not looked at.
+    batch_invariant: as for `hadagen.hadamard_transform`. If the kernels that quantize do not give the same bits in
+        every call, PyTorch quantizes, with one RuntimeWarning. The default is True if HADAGEN_BATCH_INVARIANT is 1.
+    out: the codes and scales to write and return: an earlier result, or a pair of tensors like the results of the call.
+        They must not share memory with x. For fp8-tensor and fp8-head, the scales of out are ignored.
 
-    Rotation and quantizer compute in float32, and codes are rounded half to even. What is larger than the largest code
-    becomes that. In formats without a code for NaN, a NaN gets 0, and an infinity the largest code. The E8M0 scale of a
-    group with either is 0xff, which is no number.
+    Rotation and quantizer compute in float32, and codes are rounded half to even. A value beyond the largest code gets
+    the largest code. In formats without a code for NaN, a NaN gets 0, and an infinity gets the largest code. The E8M0
+    scale of a group with a NaN or an infinity is 0xff, which stands for NaN.
 
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
     together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires a gradient

@@ -39,21 +39,21 @@ def hadamard_transform(
 ) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, where H_n is the Hadamard matrix of ±1 in Sylvester's order.
 
-    x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device.
-        If m is no power of two, each row is zero-padded to the next one, n, and the first m results are returned. That
-        is no orthonormal transform of rows of m, whatever the scale, and it has no inverse; `hadagen.Rotation(m)` is
-        one. If there are kernels for the GPU, they run for all types but float64 and for m from 2 to 131072. All other
-        calls run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a RuntimeWarning. The
-        number of rows may be 0.
-    scale: for m = n, n ** -0.5 makes the transform orthonormal and its own inverse. For another m, such a scale gives a
+    x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device. If m
+        is no power of two, each row is zero-padded to n, the next power of two, and the first m results are returned.
+        This is not an orthonormal transform of m elements, whatever the scale, and has no inverse;
+        `hadagen.Rotation(m)` is one. Kernels for the GPU run for all types except float64, and for m from 2 to 131072.
+        All other calls run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a
+        RuntimeWarning. The number of rows may be 0.
+    scale: n ** -0.5 makes the transform orthonormal and its own inverse if m = n. For another m, n ** -0.5 gives a
         warning once. With the default of 1, results are about √n times as large as x, and at most n times. So float16
-        overflows for n = 32768 where values of x are around 300.
+        overflows for n = 32768 if values of x are around 300.
     inplace: overwrite x and return it.
     out: the tensor to write and return, of x's shape, dtype and device; either x itself or without overlap with x.
     numerics: "accurate" rounds to the type of x once, when the result is stored. "fast" may also round between steps,
         but no more often than HadaCore.
-    batch_invariant: whether a row gives the same bits among any number of rows, however the rows lie, on every GPU of
-        the same arch. Such calls are slower at some sizes. By default they are made if HADAGEN_BATCH_INVARIANT is 1
+    batch_invariant: whether a row gives the same bits among any number of rows, with any strides, on every GPU of the
+        same arch. Batch-invariant calls are slower at some sizes. The default is True if HADAGEN_BATCH_INVARIANT is 1
         when hadagen is first used.
 
     Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
