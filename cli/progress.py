@@ -1,4 +1,4 @@
-"""What a search shows while it runs: a live display on a terminal, and lines of text anywhere else."""
+"""The progress of a search: a live display on a terminal, and lines of text anywhere else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FEW_TRIALS = 10  # too few to tell the rate from
 
 @dataclass(frozen=True)
 class Building:
-    """Of so many `kernels` that the compiler was given, `done` are built."""
+    """The compiler has built `done` of `kernels` kernels."""
 
     done: int
     kernels: int
@@ -119,7 +119,9 @@ class State:
             self.outcomes[event.trial.outcome] += 1
             self.now = f"{_where(event.trial.problem, event)}: {best_so_far(event.best)}"
         elif isinstance(event, VariantNotTried):
-            again = "what was timed then is timed again" if event.advice else "what that cut short is tried again"
+            again = (
+                "kernels timed at that time are timed again" if event.advice else "interrupted trials are tried again"
+            )
             self.note = self.note or f"{_reason(event)}; {again}"
         elif isinstance(event, RaceDisturbed):
             self.note = self.note or _reason(event)

@@ -151,7 +151,7 @@ def test_an_interrupted_bench_writes_what_it_has(
     succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
     fail_at(4, KeyboardInterrupt(), "compare", monkeypatch)
     result = run(*BENCH, "--csv", tmp_path / "bench.csv")
-    said = "hadagen: interrupted; what had finished is in the results, and the rest is not\n"
+    said = "hadagen: interrupted; the results have only what was finished\n"
     assert (result.exit_code, result.stderr) == (1, said)
     assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", "2"]
     lines = (tmp_path / "bench.csv").read_text().splitlines()
