@@ -191,7 +191,6 @@ def test_structures_and_values_are_those_of_the_package_of_nvidia() -> None:
 
 def test_a_part_of_a_gpu_has_its_own_processes_and_the_settings_of_the_whole(library: ctypes.CDLL) -> None:
     gpu = libnvml.find_gpu("0000:18:00.0", "MIG-1")
-    assert gpu is not None
     assert gpu.processes() == {1: 1 << 32, 2: 0}
     assert (gpu.power_limit_watts(), gpu.event_reasons(), gpu.utilization()) == (450, 0x44, None)
 
@@ -204,7 +203,6 @@ def test_a_machine_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_nvml_refuses_or_lacks_is_not_known(library: ctypes.CDLL, tmp_path: Path) -> None:
     gpu = libnvml.find_gpu("0000:18:00.0")
-    assert gpu is not None
     ctypes.c_int.in_dll(library, "code").value = 3  # not supported
     answers = gpu.power_limit_watts(), gpu.clock_mhz(1), gpu.event_reasons(), gpu.utilization(), gpu.memory_used()
     assert {*answers, gpu.processes(), gpu.process_utilization()} == {None}
@@ -266,26 +264,26 @@ def test_without_nvml_or_a_newer_driver_a_call_has_the_name_alone(
     assert device.cuda_device(0) == Device("sm90", MODEL)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "having", "match", "chunks"),
+    [
+        ("NVIDIA H200, 450 W", [1, 2, 3, 4], Match.SAME_GPU, 3),
+        ("h200, 450 w", [1, 2, 3, 4], Match.SAME_GPU, 3),
+        (MODEL, [1, 2, 3, 4], Match.SAME_GPU, 2),
+        ("NVIDIA H200, 450 W", [1, 2], Match.SAME_MODEL, 2),
+        (MODEL, [1, 3], Match.SAME_MODEL, 3),
+        ("NVIDIA H200, 450 W", [1], Match.SAME_ARCH, 1),
+    ],
+)
 def test_a_call_runs_what_its_class_won_then_another_class_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: str, having: list[int], match: Match, chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {1: "NVIDIA A first", 2: MODEL, 3: "NVIDIA H200, 450 W", 4: "NVIDIA H200, 600 W"}
-    trials = [make_trial(chunks, environment=replace(H200, gpu=gpu)) for chunks, gpu in names.items()]
-
-    def chosen(gpu: str, having: list[int]) -> tuple[Match, int]:
-        path = write_trials(tmp_path / "sm90.db", [trials[chunks - 1] for chunks in having])
-        monkeypatch.setenv(bundles.VARIABLE, str(path))
-        best = hadagen.best_config(PROBLEM, 32, gpu, arch="sm90", inplace=True)
-        assert best.knobs is not None
-        assert (best.us is None) is (best.match is not Match.SAME_GPU)
-        return best.match, best.knobs["chunks"]
-
-    assert chosen("NVIDIA H200, 450 W", [1, 2, 3, 4]) == (Match.SAME_GPU, 3)
-    assert chosen("h200, 450 w", [1, 2, 3, 4]) == (Match.SAME_GPU, 3)
-    assert chosen(MODEL, [1, 2, 3, 4]) == (Match.SAME_GPU, 2)
-    assert chosen("NVIDIA H200, 450 W", [1, 2]) == (Match.SAME_MODEL, 2)
-    assert chosen(MODEL, [1, 3]) == (Match.SAME_MODEL, 3)
-    assert chosen("NVIDIA H200, 450 W", [1]) == (Match.SAME_ARCH, 1)
+    trials = [make_trial(number, environment=replace(H200, gpu=names[number])) for number in having]
+    monkeypatch.setenv(bundles.VARIABLE, str(write_trials(tmp_path / "sm90.db", trials)))
+    best = hadagen.best_config(PROBLEM, 32, gpu, arch="sm90", inplace=True)
+    assert (best.match, best.knobs["chunks"]) == (match, chunks)
+    assert (best.us is None) is (match is not Match.SAME_GPU)
 
 
 def test_classes_have_trials_and_winners_of_their_own(tmp_path: Path) -> None:
@@ -443,7 +441,6 @@ def test_a_gpu_that_is_slowed_down_is_noticed_until_it_recovers(bits: int, why: 
     monitor = watching(gpu, reasons=bits)
     for after in (False, True):
         found = monitor.look(after)
-        assert found
         assert found.reason == f"the GPU is slowed down: {why}"
         assert found.advice.startswith("let it cool down")
     gpu.sleep(10.0)
@@ -476,7 +473,6 @@ def test_a_gpu_that_becomes_another_class_is_noticed() -> None:
     gpu = FakeGpu()
     monitor = watching(gpu, limit=450)
     found = monitor.look()
-    assert found
     assert found.reason == "its settings were changed, and NVIDIA H200 became NVIDIA H200, 450 W"
 
 

@@ -31,6 +31,7 @@ from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
 from hadagen.space import Space
+from hadagen.toolchain import BuildFailure
 from hadagen.trial import Outcome, Trial
 from hadagen.tuner.events import ProblemFinished, TrialFinished
 from hadagen.tuner.export import kernel_tuner_cache, objective, write_kernel_tuner_cache
@@ -166,8 +167,6 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
 
 def test_variants_that_do_not_compile_are_recorded_too(tmp_path: Path) -> None:
     def failing(sources: Iterable[Any]) -> list[Any]:
-        from hadagen.toolchain import BuildFailure
-
         return [
             BuildFailure("k", "no room\nat all") if i % 2 else kernel for i, kernel in enumerate(build(list(sources)))
         ]

@@ -280,7 +280,6 @@ def test_what_a_runner_cannot_try_is_tried_again(store: Store) -> None:
             self.died: set[str] = set()
 
         def trial(self, variant: Variant) -> Any:
-            assert variant.kernel
             if variant.kernel.digest in self.died:
                 return super().trial(variant)
             self.died.add(variant.kernel.digest)
@@ -409,7 +408,6 @@ class BusyRunner(FakeRunner):
         self._often, self._left = often, Counter[str]()
 
     def trial(self, variant: Variant) -> Any:
-        assert variant.kernel
         self._left[variant.kernel.digest] += 1
         if len(self._left) > 2 and self._left[variant.kernel.digest] <= self._often:
             return BUSY

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch._subclasses import FakeTensor
-from torch.autograd import forward_ad
-from torch.overrides import has_torch_function_unary
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
@@ -19,6 +17,7 @@ from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import Numerics, Transform
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
+from hadagen.runtime.calls import ALIGNMENT, Range, again, is_plain, number_of
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
@@ -69,8 +68,7 @@ from hadagen.runtime.operands import (
     pack_signs,
     unpack_signs,
 )
-from hadagen.runtime.repeat import ALIGNMENT
-from hadagen.runtime.rotate import ROTATE, calls, number_of
+from hadagen.runtime.rotate import ROTATE
 from hadagen.runtime.sealed_module import SealedModule, Watched
 
 _GIVEN = "given"
@@ -81,8 +79,6 @@ _MATRICES, _SIGNS, _AFTER = "packed_matrices", "packed_signs", "packed_signs_aft
 _NUMERICS = tuple(member.value for member in Numerics)
 
 # Needed in every call, so that they are looked up only once.
-_Tensor = torch.Tensor
-_is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 _in_functorch: Any = torch._C._are_functorch_transforms_active
@@ -413,30 +409,11 @@ class Rotation(SealedModule):
         if batch_invariant is None:
             batch_invariant = BATCH_INVARIANT
         # As in `hadamard_transform`: a repeated call goes straight to its kernel if the dispatcher has nothing to do.
-        if (
-            out is None
-            and not _is_dynamo_compiling()
-            and type(x) is _Tensor
-            and not has_torch_function_unary(x)
-            and not x.is_neg()
-            and not _dispatch_modes()
-            and forward_ad._current_level < 0
-            and not (x.requires_grad and _is_grad_enabled())
-            and not (inplace is not False and _in_functorch())
-        ):
-            made, index = self._made, x.get_device()
-            if made is not None and made.index == index and (not made.watched or made.is_whole(self._buffers)):
-                try:
-                    address = x.data_ptr() if x.shape[-1:] == (self.n,) else 0
-                    number, _ = made.known[transposed, numerics, batch_invariant]
-                    aligned = x.is_contiguous() and address % ALIGNMENT == 0
-                    run = calls[x.shape, x.dtype, index, aligned, inplace, number]  # as `key_of` makes it
-                except (KeyError, RuntimeError, TypeError):  # a new call, no memory or shape, or a bad argument
-                    address = 0
-                if address:
-                    if inplace and made.watched and made.may_lie_at(address, x.nbytes):
-                        self._check_apart(x, None)
-                    return run(x, address)
+        if is_plain(x) and (number := self.number_for(x)) is not None:
+            kept = self.kept if inplace is not False or out is not None else ()
+            y = again(x, (number, transposed, numerics, batch_invariant), inplace, out, kept)
+            if y is not None:
+                return cast(torch.Tensor, y)
         check_is_flag(batch_invariant, "batch_invariant")
         if not stands_for_a_tensor(x):
             check_is_tensor(x, "x")
@@ -474,12 +451,6 @@ class Rotation(SealedModule):
             if made is None or not made.is_current(self._buffers, _index(device)):
                 made = self._look(device)
             tensors = made.tensors
-            if scale == 1.0 and is_one_of(numerics, _NUMERICS):
-                key = transposed, numerics, batch_invariant
-                if key not in made.known:
-                    of = self._operands(tensors, transposed, scale, numerics, batch_invariant)
-                    made.known[key] = number_of(of), of
-                return made.known[key][1]
         return self._operands(tensors, transposed, scale, numerics, batch_invariant)
 
     def _operands(
@@ -553,7 +524,8 @@ class Rotation(SealedModule):
                 each.clone() if each is not None and each.data_ptr() % ALIGNMENT else each for each in (before, after)
             )
         tensors = matrices, before, after
-        self._made = _Made(_index(device), watched, tensors)
+        of = self._operands(tensors, False, 1.0, "accurate", False)
+        self._made = _Made(_index(device), watched, tensors, number_of(of, self.n))
         return self._made
 
     def _take(self, name: str, values: torch.Tensor) -> None:
@@ -582,16 +554,18 @@ class Rotation(SealedModule):
             (f"{name} of the rotation", each) for name, each in buffers if each is not None and sealed.is_readable(each)
         ]
 
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """The same for rotations that multiply by the same operands in memory."""
+    def number_for(self, x: torch.Tensor) -> int | None:
+        """What stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x does not
+        fit, or the buffers have to be read first."""
         made = self._made
-        if made is None or not made.is_current(self._buffers, made.index):
-            if not self._may_look(self._place):
-                return (object(),)  # like nothing else
-            made = self._look(self._device)
-        tensors = (None if each is None else (each.data_ptr(), each.dtype, each.device) for each in made.tensors)
-        return self.n, self.block, self._swapped, float(self._scale), *self._orders, *tensors
+        if made is None or made.index != x.get_device() or (made.watched and not made.is_whole(self._buffers)):
+            return None
+        return made.number
+
+    @property
+    def kept(self) -> Sequence[Range]:
+        """The memory of the buffers, which calls must not write."""
+        return () if self._made is None else self._made.places
 
     def operands_for(
         self, x: torch.Tensor, scale: float, numerics: str = "accurate", batch_invariant: bool = BATCH_INVARIANT
@@ -654,16 +628,10 @@ class _Made(Watched):
         index: int,
         watched: list[tuple[str, torch.Tensor, int, int]],
         tensors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        number: int,
     ) -> None:
-        self.index, self.tensors = index, tensors
-        # transposed, numerics and batch_invariant → `number_of`, and what it is of
-        self.known: dict[tuple[Any, ...], tuple[int, Operands]] = {}
-        self.watched = watched
-        self._places = [(address, address + tensor.nbytes) for _, tensor, _, address in watched]
-
-    def may_lie_at(self, address: int, size: int) -> bool:
-        """Whether one of the buffers lies in so many bytes from an address on, if it is on that device."""
-        return any([begin < address + size and address < end for begin, end in self._places])  # noqa: C419 (faster)
+        self.index, self.watched, self.tensors, self.number = index, watched, tensors, number
+        self.places = [(address, address + tensor.nbytes) for _, tensor, _, address in watched]
 
     def is_current(self, buffers: Mapping[str, torch.Tensor | None], index: int) -> bool:
         """Whether the buffers are the same, and x is on the device of this index."""
