@@ -52,7 +52,7 @@ bundle.add_command(list_)
     callback=options.within(0, 1),
     default=LOSS,
     show_default=True,
-    help="How much slower than the best kernel the chosen small set may be, at any size.",
+    help="Fraction of the speed that may be lost, at any size, to keep fewer kernels.",
 )
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:

@@ -52,8 +52,8 @@ def emit(
 ) -> None:
     """Print the source of a kernel, or count the legal kernels.
 
-    Knobs that are not set are as near to the knobs of the known winner for large inputs as is legal. If no winner is
-    known, they are near to the knobs of the first seed.
+    Knobs that are not set get the legal values nearest to the known winner for large inputs, or to the first seed if no
+    winner is known.
     """
     from hadagen.arch import load_arch
     from hadagen.codegen import render, with_headers

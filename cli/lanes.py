@@ -72,7 +72,7 @@ class Failures(list[str]):
         advice = "it wins nothing any more" if lost else "it was left out"
         self.append(refusal(trial.problem, kernel.digest, trial, advice))
         if len(self) == MOST_FAILURES:
-            raise DeviceError(f"{self[-1]}; that many fail where the device does; run hadagen doctor")
+            raise DeviceError(f"{self[-1]}; so many failures mean that the device fails; run hadagen doctor")
 
 
 @dataclass

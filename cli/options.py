@@ -40,7 +40,7 @@ _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no numb
 
 
 def within(least: float, most: float) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback that refuses other values of an option. click's own ranges let nan pass."""
+    """A callback that refuses values outside of a range. click's own ranges accept NaN."""
 
     def check(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         if not least <= value <= most:
@@ -342,8 +342,8 @@ def _order_of(n: int, k: str) -> int:
     orders = find_orders(AUTO, n)
     if len(orders) > 1:
         raise UsageError(
-            f"n = {n} takes matrices of the orders {' and '.join(map(str, orders))}, and a kernel takes one; name the "
-            f"order of one up to {MAX_ORDER} with --k"
+            f"n = {n} takes matrices of the orders {' and '.join(map(str, orders))}, and a kernel takes only one "
+            f"matrix; name an order up to {MAX_ORDER} with --k"
         )
     return orders[0] if orders else 1
 
@@ -461,7 +461,7 @@ def default_bundle(arch: str) -> Path:
 
 
 def open_db(where: str | None, *, new: bool = False) -> Store:
-    """The tuning database named by `--db`, which is made if it is not there and may be `new`. Raises `StorageError`."""
+    """The tuning database named by `--db`. If `new`, a missing database is created. Raises `StorageError`."""
     from hadagen.tuning_db.database import file_of
     from hadagen.tuning_db.store import Store
 

@@ -90,7 +90,7 @@ def operand_words(problem: Problem) -> list[str]:
 
 
 def clock_text(seconds: float | None) -> str:
-    """Such as 3:07."""
+    """A duration such as 3:07."""
     return "?:??" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 

@@ -139,13 +139,13 @@ class State:
 
     @property
     def rate(self) -> str:
-        """Such as "3.2 trials/s, "; "" with nothing to go by."""
+        """The rate, such as "3.2 trials/s, "; "" if it is not known."""
         done, seconds = sum(self.outcomes.values()) - 1, self._clock() - self._first
         return f"{done / seconds:.1f} trials/s, " if done >= FEW_TRIALS and seconds > 0 else ""
 
     @property
     def seconds_left(self) -> float | None:
-        """By the rate since the first trial, and at most what the time budget leaves; None with nothing to go by."""
+        """The seconds left, by the rate since the first trial and the time budget; None if the rate is not known."""
         now = self._clock()
         left = [] if self._time_budget is None else [self._started + self._time_budget - now]
         done = sum(self.outcomes.values()) - 1
@@ -211,7 +211,7 @@ class _Lines:
 
 
 def fleet_text(fleet: FleetState) -> str:
-    """Such as "3 workers, 24 kernels compiled at once, 2 NVIDIA H200 97% busy"."""
+    """The state of a fleet, such as "3 workers, 24 kernels compiled at once, 2 NVIDIA H200 97% busy"."""
     workers = "1 worker" if fleet.workers == 1 else f"{fleet.workers} workers"
     gpus = [
         f"{count} {gpu}" + (f" {fleet.busy[gpu]:.0%} busy" if gpu in fleet.busy else "")

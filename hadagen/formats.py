@@ -122,7 +122,7 @@ class Format:
 
     @cached_property
     def key(self) -> str:
-        """Its name in the key of a problem, such as "fp8_group_128", "int8_row_4096_convrot" or
+        """The name of the format in the key of a problem, such as "fp8_group_128", "int8_row_4096_convrot" or
         "mxfp4_32_rceil_swizzled"."""
         known = FORMATS[self.name]
         parts = [self.name.replace("-", "_"), *([str(self.group)] if self.group > 0 else [])]
@@ -154,7 +154,7 @@ class Format:
 
     @property
     def text(self) -> str:
-        """As `rotate_quantize` takes it, for people: "int8-row", or "mxfp4, rule=qutlass, layout=swizzled"."""
+        """The arguments of `rotate_quantize`, as text: "int8-row", or "mxfp4, rule=qutlass, layout=swizzled"."""
         known = FORMATS[self.name]
         parts = [self.name, *([f"group={self.group}"] if self.group > 0 and self.group != known.groups[0] else [])]
         parts += [f"rule={self.rule}"] if self.rule != known.rules[0] else []

@@ -554,7 +554,7 @@ def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(
     result = run(*REFINE, "256")
     said = result.stderr.splitlines()[-1]
     assert (result.exit_code, result.stdout) == (1, "")
-    assert said.endswith("that many fail where the device does; run hadagen doctor")
+    assert said.endswith("so many failures mean that the device fails; run hadagen doctor")
     assert not options.default_bundle("sm90").exists()
     with Store.open(db) as store:
         assert [(trial.outcome, len(trial.timings)) for trial in store.trials()] == [(Outcome.OK, 6), (Outcome.OK, 4)]

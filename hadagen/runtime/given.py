@@ -177,7 +177,9 @@ def as_signs(values: Any, name: str, length: int) -> torch.Tensor | None:
         check_is_tensor(values, name)
         if values.is_nested or values.is_quantized:
             what = kind_of(values)
-            raise UsageError(f"{name} is a {what} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+            raise UsageError(
+                f"{name} is a {what} tensor; pass a dense tensor of integers or real numbers, each 1 or -1"
+            )
     try:
         signs = values if is_unknown(values) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -186,7 +188,7 @@ def as_signs(values: Any, name: str, length: int) -> torch.Tensor | None:
         raise UsageError(f"{name} has the shape {tuple(signs.shape)}; it must have the {length} elements of a block")
     if signs.is_complex() or signs.dtype == torch.bool or signs.layout is not torch.strided:
         plain = str(signs.dtype).removeprefix("torch.")
-        raise UsageError(f"{name} is a {plain} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+        raise UsageError(f"{name} is a {plain} tensor; pass a dense tensor of integers or real numbers, each 1 or -1")
     if is_unknown(signs):
         return None
     signs = signs.detach().double()

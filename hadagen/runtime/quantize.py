@@ -1,4 +1,4 @@
-"""`rotate_quantize`: a rotation, and the quantizer behind it."""
+"""`rotate_quantize`: a rotation followed by a quantizer."""
 
 from __future__ import annotations
 

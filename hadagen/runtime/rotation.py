@@ -582,7 +582,9 @@ class Rotation(SealedModule):
         """Raises TypeError and `TensorError`, with the name, for a tensor of a layer that cannot be rotated."""
         check_is_tensor(part, name)
         if part.is_nested or part.layout is not torch.strided or part.dtype not in DTYPES:
-            raise TensorError(f"{name} is a {kind_of(part)} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
+            raise TensorError(
+                f"{name} is a {kind_of(part)} tensor; pass a dense tensor of {', '.join(map(str, DTYPES))}"
+            )
         needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, self._BUFFERS))
         if needed and part.device != self._device:
             advice = how_to_join(part.device, self._device, "move one of them with .to")

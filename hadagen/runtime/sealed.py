@@ -99,7 +99,7 @@ def check(*operands: torch.Tensor | None, least: int) -> None:
     """Raises `TensorError` unless sealed operands are whole. Each is read once for each address and version, and not
     while a CUDA graph is captured.
 
-    least: an operand of more bytes is a sealed one.
+    least: the size of unsealed operands in bytes; larger operands are sealed.
     """
     for sealed in operands:
         if sealed is None or sealed.numel() <= least or not is_readable(sealed):
