@@ -139,7 +139,7 @@ def test_bench_times_what_it_can(fake_gpu: None, tmp_path: Path) -> None:
     ("n", "error", "said", "other"),
     [
         (2, DeviceError("comparing failed; run it again"), "comparing failed; run it again", 4),
-        (4, KeyboardInterrupt(), "interrupted; what had finished is in the results, and the rest is not", 2),
+        (4, KeyboardInterrupt(), "interrupted; the results have only what was finished", 2),
     ],
 )
 def test_a_bench_that_fails_on_some_rows_or_is_interrupted_shows_and_writes_the_rest(

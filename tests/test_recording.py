@@ -639,6 +639,6 @@ def test_bad_usage_of_a_replay_is_a_sentence(files: list[Path], tmp_path: Path) 
     other = small_field().recording
     write_recording(replace(other, environment=replace(GPU, gpu="Another")), files[0])
     said = sentence(run("dev", "replay", *files), 2)
-    assert said == "the recordings come from several devices (Another, Test GPU); replay those of one"
+    assert said == "the recordings come from several devices (Another, Test GPU); replay the recordings of one device"
     (tmp_path / "file").touch()
     assert "cannot be written" in sentence(run("dev", "replay", files[0], "--export", tmp_path / "file" / "in"), 1)

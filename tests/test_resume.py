@@ -435,7 +435,7 @@ def test_a_search_on_a_gpu_that_stays_busy_ends_in_a_sentence_and_keeps_its_tria
 def test_progress_says_so_the_first_time() -> None:
     state = State(None, clock=lambda: 0.0)
     state.listen(VariantNotTried(PROBLEM, Knobs(), BUSY.reason, BUSY.advice))
-    assert state.note == f"{BUSY.reason}; what was timed then is timed again"
+    assert state.note == f"{BUSY.reason}; kernels timed at that time are timed again"
     state.listen(VariantNotTried(PROBLEM, Knobs(), "another"))
     assert "another" not in state.note
 

@@ -272,7 +272,7 @@ def test_estimated_is_said_wherever_such_winners_are_shown(monkeypatch: pytest.M
     assert {"match     estimated", "time      not measured", "error     not measured"} <= set(best)
     assert best[-1].startswith("estimated compiled where it is called, 20")
     none = succeed("best", "--arch", "sm80", "--n", "65536", "--rows", "8")
-    assert "no kernel, PyTorch computes it; no plan for rows of 65536 fits on sm80; take shorter ones" in none
+    assert "no kernel, PyTorch computes it; no plan for rows of 65536 fits on sm80; take shorter rows" in none
     assert "  sm80  estimated  " in succeed("bundle", "list")
     title, _, *lines = succeed("bundle", "show", path).splitlines()
     assert title.endswith(": sm80, estimated")

@@ -198,7 +198,9 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
     check_is_tensor(matrix, name)
     dense = not matrix.is_nested and matrix.layout is torch.strided and (other.is_meta or not matrix.is_meta)
     if not dense or matrix.is_complex() or matrix.dtype == torch.bool or matrix.is_quantized:
-        raise TensorError(f"{name} is a {kind_of(matrix)} tensor on {matrix.device}; pass a dense one of real numbers")
+        raise TensorError(
+            f"{name} is a {kind_of(matrix)} tensor on {matrix.device}; pass a dense tensor of real numbers"
+        )
     check_alike(other, matrix, name)
     if matrix.shape != (order, order):
         raise TensorError(f"{name} has the shape {tuple(matrix.shape)}; it must be ({order}, {order})")

@@ -89,7 +89,7 @@ def _check_signs(signs: Any, name: str, x: torch.Tensor) -> None:
     strange = signs.is_nested or signs.layout is not torch.strided or signs.is_quantized
     if strange or signs.is_complex() or signs.dtype == torch.bool:
         raise TensorError(
-            f"{name} is a {kind_of(signs)} tensor; pass a dense one of integers or real numbers, each 1 or -1"
+            f"{name} is a {kind_of(signs)} tensor; pass a dense tensor of integers or real numbers, each 1 or -1"
         )
     check_alike(x, signs, name)
     if signs.shape != x.shape[-1:]:

@@ -1,4 +1,4 @@
-"""`rotate_quantize`: a rotation, and the quantizer behind it."""
+"""`rotate_quantize`: a rotation followed by a quantizer."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def rotate_quantize(
     scale of a group with a NaN or an infinity is 0xff, which stands for NaN.
 
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
-    together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires a gradient
-    where none is asked for, or for an out that is not like the result.
+    together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as an x that requires a
+    gradient without gradient=True, and for an out that is not like the result.
     """
     target = None if out is None else _destination(out)
     if batch_invariant is None:
@@ -367,8 +367,8 @@ def problems_of(
     numerics: str,
     batch_invariant: bool,
 ) -> tuple[Problem | None, ...]:
-    """Of the kernel that quantizes tensors like x, and of those that rotate where there is none. None if no kernel can.
-    Raises what a call with these arguments raises."""
+    """The problems of the kernel that quantizes tensors like x, and of the kernels that rotate if there is no such
+    kernel. None if no kernel can. Raises what a call with these arguments raises."""
     of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
     form = form.by_kernels
     length = of.n // math.prod(of.orders)
