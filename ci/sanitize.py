@@ -213,10 +213,8 @@ def _case(problem: Problem, units: int, shape: RowShape, x_offset: int, y_offset
         if form.group != TENSOR:
             of_scale = form.scale_bytes(size)
             arrays["scales"] = Array(prod(form.layout.filled_up(units, groups, of_scale)) * of_scale)
-        if form.needs_scale:
-            given = np.full(units if form.by_head else 1, 0.01, np.float32).tobytes()
-            arrays["tensor_scale"] = Array(len(given), ((0, given),))
-    for name, value in kernel_operands(problem, verification_operands(problem)).items():
+    values = verification_operands(problem, rows * problem.n // problem.unit)
+    for name, value in kernel_operands(problem, values).items():
         content = np.ascontiguousarray(value).tobytes()
         arrays[name] = Array(len(content), ((0, content),))
     return Case(rows * problem.n, verification_scale(problem), shape, arrays, numbers)

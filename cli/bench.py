@@ -63,7 +63,7 @@ class Bench(Group):
 def bench() -> None:
     """Time what calls run, on a GPU of this machine.
 
-    Without a command, hadagen bench is hadagen bench kernels, and takes its options.
+    Without a command, hadagen bench does the same as hadagen bench kernels, with the same options.
     """
 
 
@@ -71,7 +71,7 @@ def bench() -> None:
 @options.problems(one_kind=True)
 @options.elements(DEFAULT_ELEMENTS)
 @options.destinations
-@click.option("--hot", is_flag=True, help="Time on one buffer again and again, of up to twice the size of L2.")
+@click.option("--hot", is_flag=True, help="Time with the data in L2: reuse a buffer of at most twice its size.")
 @click.option("--cold", is_flag=True, help="Time with the data in device memory, from 65536 elements on.")
 @options.device
 @options.csv
@@ -86,15 +86,16 @@ def kernels(
     table: Path | None,
     as_json: bool,
 ) -> None:
-    """Time the known winners, beside a plain copy of the same bytes.
+    """Time the kernels that calls run, beside a plain copy.
 
-    With neither --hot nor --cold the data lies in L2 where it fits in half of it, and in device memory otherwise.
-    Pitched rows have three quarters of n elements. With a matrix, the whole rows nearest to a size are timed. Needs a
-    compiler, for the copy kernel. Other libraries are timed too where they are installed, by the same method within the
-    same seconds: fast_hadamard_transform, and HadaCore as faster_hadamard_transform. With a matrix these are products
-    by PyTorch, behind H by a product or by fast_hadamard_transform, or of the whole.
+    Without --hot and --cold, data that fits in half of L2 lies in L2, and larger data in device memory. Pitched rows
+    have three quarters of n elements. With a matrix, the nearest whole number of rows to each size is timed. Needs a
+    compiler for the copy kernel. Other libraries that are installed are timed too, by the same method within the same
+    seconds: fast_hadamard_transform, and HadaCore as faster_hadamard_transform. With a matrix, the comparison is with
+    PyTorch: H by a product or by fast_hadamard_transform and then a product with the matrix, or one product with the
+    n×n matrix.
 
-    Errors are those on normal inputs, ‖out − ref‖ / ‖ref‖ against float64.
+    Errors are ‖out − ref‖ / ‖ref‖ against float64, for normally distributed input.
     """
     from hadagen.regimes import Cache, timed_elements
 

@@ -36,9 +36,9 @@ def best(
 ) -> None:
     """Name the kernel that a call runs, and how well that is known.
 
-    Where its time was not measured on that GPU near that size, it says so
-    first. Needs no GPU where --arch is given. A kernel that turns out not to
-    fit on a GPU gives its place to the next nearest there.
+    If the kernel was not measured on this GPU near this size, the first line
+    says so. With --arch, no GPU is needed. A call on a GPU on which the kernel
+    does not fit runs the next nearest kernel.
     """
     from hadagen.runtime.best import best_config
     from hadagen.runtime.choose import Match

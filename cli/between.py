@@ -62,7 +62,7 @@ FORMS = {"us": ".3f", "best_us": ".3f", "loss": ".4f", "kernel": ".12", "best_ke
     "--counts", default=20, show_default=True, callback=options.within(2, 100), help="Row counts of each problem."
 )
 @options.destinations
-@click.option("--db", metavar="PATH|URL", help="Tuning database whose best trials on this GPU compete too.")
+@click.option("--db", metavar="PATH|URL", help="Tuning database whose best trials on this GPU are timed too.")
 @options.device
 @options.csv
 @options.as_json
@@ -75,12 +75,12 @@ def between(
     table: Path | None,
     as_json: bool,
 ) -> None:
-    """Time what calls run at sizes between those that were tuned.
+    """Time what calls run at sizes between the tuned sizes.
 
-    Each problem is looked at with odd numbers of rows, spread evenly over all sizes; with both destinations, they take
-    turns. What a call runs is timed against every variant known: all kernels that the bundles have for the problem,
-    and with --db the best two dozen of a tuning database. What a call loses is how much slower its kernel is than the
-    fastest of them, by the score that names winners. Needs a compiler, for the copy kernel.
+    Each problem is timed with odd numbers of rows, spread evenly over all sizes; two destinations take turns. The
+    kernel of a call is timed against every known variant: all kernels that the bundles have for the problem, and with
+    --db the best two dozen of a tuning database. The loss of a call says how much slower its kernel is than the fastest
+    known variant, by the score that names winners. Needs a compiler for the copy kernel.
     """
     environment, target = find_device(device)
     rows: list[Row] = []

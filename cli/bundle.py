@@ -52,13 +52,13 @@ bundle.add_command(list_)
     callback=options.within(0, 1),
     default=LOSS,
     show_default=True,
-    help="How much slower than the best the small set of kernels may be, anywhere.",
+    help="How much slower than the best kernel the chosen small set may be, at any size.",
 )
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
     """Write the winners of a tuning database to a bundle.
 
-    It goes to PATH, or to where hadagen looks for bundles.
+    The bundle goes to PATH, or to the directory where hadagen looks for bundles.
     """
     from hadagen.tuning_db.make import make_bundle
 
@@ -73,11 +73,10 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 def estimate(arch: str, source: Path, out: Path) -> None:
-    """Write winners for an arch of which no GPU was measured.
+    """Write winners for an arch without a measured GPU.
 
-    The cost model chooses them among the kernels that won in the bundle at
-    SOURCE, on another arch. They have no code: each is compiled where it is
-    called. hadagen tune replaces them with measured ones.
+    The cost model chooses them among the winners of another arch, in the bundle at SOURCE. The written bundle has no
+    code: each kernel is compiled at its first call. hadagen tune replaces these winners with measured winners.
     """
     from hadagen.arch import load_arch
     from hadagen.tuner.transfer import estimate_bundle
@@ -89,13 +88,15 @@ def estimate(arch: str, source: Path, out: Path) -> None:
 
 @bundle.command()
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
-@click.option("--key", metavar="PUBLIC", help="The public key that must have signed them: a PEM file, or its line.")
+@click.option(
+    "--key", metavar="PUBLIC", help="The public key that must have signed the bundles: a PEM file, or its line."
+)
 @options.as_json
 def verify(paths: tuple[Path, ...], key: str | None, as_json: bool) -> None:
-    """Check all that is in bundles: those at PATHS, or all there are.
+    """Check the contents of bundles.
 
-    It says who signed each, too. With --key, a bundle that this key did not sign is a failure; a file of several keys
-    means any of them.
+    Checks the bundles at PATHS, or all bundles that hadagen finds. The output says who signed each bundle. With --key,
+    a bundle that this key did not sign is a failure. If the file has several keys, any one of these keys suffices.
     """
     from hadagen.runtime import bundles
     from hadagen.tuning_db.bundle import Bundle
@@ -114,7 +115,7 @@ def verify(paths: tuple[Path, ...], key: str | None, as_json: bool) -> None:
             damaged.append(str(error))
             continue
         if wrong := [fingerprint for fingerprint, is_right in by.items() if is_right is False]:
-            damaged.append(f"the signature of {path} by {wrong[0]} is not of what it holds; sign it again")
+            damaged.append(f"the signature of {path} by {wrong[0]} does not match its contents; sign it again")
         elif wanted and not wanted & by.keys():
             damaged.append(f"{path} is not signed by {' or '.join(sorted(wanted))}; get one that is")
         else:
@@ -137,8 +138,8 @@ def sign(paths: tuple[Path, ...], key: Path) -> None:
       openssl genpkey -algorithm ed25519 -out key.pem
       openssl pkey -in key.pem -pubout
 
-    The signature goes into the bundle, beside those of other keys. It is of all that the bundle holds, so a bundle
-    that is written anew has none. Where HADAGEN_TRUSTED_KEYS names the public key, calls use signed bundles only.
+    The signature goes into the bundle, beside signatures of other keys. It covers all contents, so a bundle that is
+    written anew has no signature. If HADAGEN_TRUSTED_KEYS names the public key, calls use only signed bundles.
     """
     from hadagen.tuning_db.bundle_writer import sign_bundle
     from hadagen.tuning_db.signatures import SigningKey
@@ -163,7 +164,7 @@ def _passphrase(key: Path) -> str:
 def show(paths: tuple[Path, ...], every: bool, as_json: bool) -> None:
     """Show what bundles hold.
 
-    They are those at PATHS, or all that hadagen uses. With --all or --json every winner is shown.
+    Shows the bundles at PATHS, or all bundles that hadagen uses. With --all or --json, every winner is shown.
     """
     bundles = _opened(paths)
     if as_json:
@@ -225,8 +226,8 @@ def _print_groups(entries: Iterable[BundleEntry]) -> None:
 def merge(paths: tuple[Path, ...], out: Path) -> None:
     """Write the winners of several bundles to one.
 
-    The bundles at PATHS, of several GPUs or searches for one arch, become the bundle OUT. Of two winners of one cell
-    the better one is taken. OUT is a new file, or one of PATHS.
+    The bundles at PATHS, of several GPUs or searches for one arch, become the bundle OUT. If two bundles have a winner
+    for the same cell, the better winner is taken. OUT is a new file, or one of PATHS.
     """
     from hadagen.tuning_db.merge import merge_bundles
 
@@ -245,9 +246,9 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
     """Assemble the kernels of a bundle anew, such as for older drivers.
 
     ptxas makes the cubins of the bundle OUT from the PTX of the bundle at PATH. A driver loads a cubin if it is of the
-    same CUDA major release as ptxas, or newer. All else stays, times too: measure kernels again if they may be slower
-    now. OUT is a new file, or PATH. A kernel without PTX runs only where its cubin loads or NVRTC is there, and it
-    cannot be assembled again.
+    same CUDA major release as ptxas, or newer. Everything else stays the same, also the times: measure kernels again if
+    they may be slower now. OUT is a new file, or PATH. A kernel without PTX runs only where its cubin loads or NVRTC is
+    installed, and cannot be assembled again.
     """
     from hadagen.arch import load_arch
     from hadagen.cli.doctor import oldest_driver
@@ -287,7 +288,7 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
 def export(path: Path, out: str, gpu: str | None) -> None:
     """Write the times of the winners in a bundle as CSV.
 
-    They go from the bundle at PATH to OUT; to standard output where OUT is -.
+    The bundle is at PATH. If OUT is -, the CSV goes to standard output.
     """
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.merge import selection_of

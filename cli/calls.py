@@ -14,9 +14,9 @@ from hadagen.cli.output import print_json, print_table, say
 def calls(device: int, as_json: bool) -> None:
     """Time what a call costs the CPU, piece by piece.
 
-    These are microseconds until a call on a small tensor returns, with the kernel queued; hadagen bench times the
-    kernels themselves. Where fast_hadamard_transform is installed, it is timed too. Then come the milliseconds that a
-    process pays once.
+    The first table has the microseconds until a call on a small tensor returns, with the kernel queued; hadagen bench
+    times the kernels themselves. If fast_hadamard_transform is installed, it is timed too. The second table has the
+    milliseconds that each process pays once.
     """
     from hadagen.measure import device_environment
     from hadagen.runtime.costs import DTYPE, ROWS, N, call_costs, start_costs

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def compile_(arch: str | None, problems: list[Problem], batch_invariant: bool, device: str | None) -> None:
     """Compile the kernels of later calls into the cache.
 
-    All kernels are compiled that calls choose for these problems, at any
-    number of rows, if the bundles have no code of them for the GPU. Needs no
-    GPU where --arch is given. Calls read them from HADAGEN_CACHE, which may be
-    read-only then.
+    Compiles all kernels that calls choose for these problems, at any number of
+    rows, unless the bundles have their code for the GPU. With --arch, no GPU is
+    needed. Later calls read the kernels from HADAGEN_CACHE, which may then be
+    read-only.
     """
     from hadagen.cache import KernelCache, cache_place
     from hadagen.owners import problem_of

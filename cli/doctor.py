@@ -63,7 +63,7 @@ class Busy(Exception):
 def doctor(context: click.Context, as_json: bool) -> None:
     """Say what this machine can do, and what is missing.
 
-    The exit code is 1 only where something is broken; what is missing only limits what can be done.
+    The exit code is 1 only if something is broken. A missing program or GPU only limits what this machine can do.
     """
     checks = [*_examined(), *_bundles()]
     abilities = _abilities({check.name for check in checks if check.state == OK})

@@ -31,24 +31,29 @@ SCALE_WORDS = {
 @options.arch
 @options.problem
 @options.knobs
-@click.option("--ptx", "form", flag_value="ptx", help="Print the PTX that the compiler makes of it.")
+@click.option("--ptx", "form", flag_value="ptx", help="Print the PTX.")
 @click.option("--sass", "form", flag_value="sass", help="Print the machine code.")
-@click.option("--standalone", "form", flag_value="standalone", help="Print one file that compiles alone, and says how.")
+@click.option(
+    "--standalone",
+    "form",
+    flag_value="standalone",
+    help="Print one file that compiles alone.",
+)
 @click.option(
     "--space",
     "form",
     flag_value="space",
-    help="Print no kernel, but how many choices of knobs are legal with those set, and what rules out the others.",
+    help="Count the legal choices of knobs, given the knobs that are set, and say what rules out the others.",
 )
 @options.compiler
 @click.option("--json", "as_json", is_flag=True, help="With --space: print JSON.")
 def emit(
     arch: str, problem: Problem, knobs: dict[str, int | str], form: str | None, compiler: str, as_json: bool
 ) -> None:
-    """Print the source of a kernel, or count the kernels there may be.
+    """Print the source of a kernel, or count the legal kernels.
 
-    Knobs that are not set are as near as is legal to those of the known winner for large inputs, or to the first seed
-    where no winner is known.
+    Knobs that are not set are as near to the knobs of the known winner for large inputs as is legal. If no winner is
+    known, they are near to the knobs of the first seed.
     """
     from hadagen.arch import load_arch
     from hadagen.codegen import render, with_headers

@@ -121,7 +121,7 @@ k = click.option(
     default=AUTO,
     show_default=True,
     metavar=f"INTEGER|{AUTO}",
-    help=f"Order of the matrix, 1 for none; {AUTO}: of the one that hadagen.Rotation takes.",
+    help=f"Order of the matrix, 1 for none; {AUTO}: the order that hadagen.Rotation takes.",
 )
 KEY = (
     "by its key, such as n4096-float16-fast or n128-bfloat16-to-int8-row-accurate, in place of the options that follow"
@@ -149,10 +149,10 @@ def formats(*, several: bool) -> Callable[[Command], Command]:
 
     def with_options(command: Command) -> Command:
         for option in (
-            click.option("--round-first", is_flag=True, help="Round to the type of x before that."),
+            click.option("--round-first", is_flag=True, help="Round to the type of x before quantizing."),
             click.option("--layout", default="row-major", show_default=True, help="How the scales lie in memory."),
-            click.option("--rule", help="How a scale follows from the largest magnitude.  [default: of the format]"),
-            click.option("--group", type=int, help="Elements with one scale.  [default: of the format]"),
+            click.option("--rule", help="How a scale follows from amax.  [default: of the format]"),
+            click.option("--group", type=int, help="Group size: elements with one scale.  [default: of the format]"),
             click.option(
                 "--columns", type=int, help="Elements of a row that is quantized, a multiple of n.  [default: n]"
             ),
@@ -193,7 +193,7 @@ def problem(command: Command) -> Command:
     @click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
     @click.option("--numerics", default=Numerics.ACCURATE.value, show_default=True, help=NUMERICS)
     @click.option("--pitched", is_flag=True, help=f"{PITCHED}.")
-    @click.option("--signed", is_flag=True, help="With signs before and behind the transform.")
+    @click.option("--signed", is_flag=True, help="With signs before and after the transform.")
     @formats(several=False)
     @functools.wraps(command)
     def with_problem(
@@ -227,7 +227,7 @@ def destinations(command: Command) -> Command:
     given."""
 
     @inplace
-    @click.option("--out-of-place", is_flag=True, help="The result goes elsewhere, as it does by default.")
+    @click.option("--out-of-place", is_flag=True, help="The result is a new tensor (default).")
     @functools.wraps(command)
     def with_destinations(*, inplace: bool, out_of_place: bool, **others: Any) -> None:
         asked = {Destination.IN_PLACE: inplace, Destination.OUT_OF_PLACE: out_of_place or not inplace}

@@ -31,7 +31,7 @@ MOST_VARIANTS = 20_000
     "--like",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Search the ranges of this recording; knobs that it does not know keep their defaults.",
+    help="Search the ranges of this recording. Knobs that the recording lacks keep their defaults.",
 )
 @options.elements("64K,1M,8M,64M")
 @click.option(
@@ -62,10 +62,10 @@ def record(
 ) -> None:
     """Measure every legal variant of problems, and keep all trials.
 
-    They go to files that hadagen dev replay reads. There are tens of thousands of variants, so name fewer values of
-    some knobs with --only, or with --like a recording of which to take them. Each variant is verified, then timed in
-    place; in L2 where the data fits in half of it, and in device memory otherwise. Every finished trial is kept at
-    once: a run that was interrupted goes on where it was when it is started again.
+    The trials go to files that hadagen dev replay reads. There are tens of thousands of variants, so give fewer values
+    of some knobs with --only, or take the values of a recording with --like. Each variant is verified, then timed in
+    place: in L2 if the data fits in half of L2, else in device memory. Every finished trial is kept at once, and the
+    same command continues a run that was interrupted.
     """
     from hadagen.cli.progress import shown
     from hadagen.regimes import timed_elements

@@ -33,11 +33,11 @@ SHOWN = (1, 5, 10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000)
 )
 @options.as_json
 def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bool) -> None:
-    """Compare how soon searches of recordings find the best.
+    """Compare how soon searches of recordings find the best variant.
 
-    One search is that of hadagen tune, another takes variants at random. FILES are what hadagen dev record wrote, for
-    one device. A search may try a tenth of a problem's variants, or 60 if that is more. The same files and seeds give
-    the same numbers.
+    Compares the search of hadagen tune with random search. FILES are recordings that hadagen dev record wrote on one
+    device. A search may try a tenth of a problem's variants, but at least 60. The same files and seeds give the same
+    numbers.
     """
     from hadagen.tuner.export import write_kernel_tuner_cache
     from hadagen.tuner.recording import read_recording

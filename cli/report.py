@@ -25,16 +25,16 @@ DEFAULT_PAGE = "report.html"
     type=click.Path(path_type=Path, dir_okay=False),
     default=DEFAULT_PAGE,
     show_default=True,
-    help="Where the page goes. A page that is there is replaced.",
+    help="File of the page; an existing page is replaced.",
 )
 @click.argument("source", metavar="[DB|BUNDLE|ARCH]", required=False)
 def report(source: str | None, out: Path) -> None:
     """Write a page about a tuning database or a bundle, for a browser.
 
-    The page shows the speed of the winners beside a copy, the effect of each knob, how soon the search found the best,
-    errors, failures, and where all of it comes from. A bundle has winners only. The source is a file, a SQLite or
-    PostgreSQL URL, or an arch such as sm90 for the bundle that comes with hadagen. If none is named, it is the tuning
-    database of the user. The page is one file, and needs no network.
+    The page shows the speed of the winners beside a copy, the effect of each knob, how soon the search found the best
+    variant, errors, failures, and the hardware and software behind the numbers. For a bundle, it shows only the
+    winners. The source is a file, an SQLite or PostgreSQL URL, or an arch such as sm90, for the bundle that hadagen
+    ships. The default is the tuning database of the user. The page is one file, and needs no network.
     """
     from hadagen.report.drawing.page import BEGINNING, report_page
 

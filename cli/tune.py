@@ -65,19 +65,19 @@ REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
 @click.option(
     "--trials",
     type=int,
-    help="Trials of each problem, those of earlier runs included; pitched problems get a quarter. 0 only refines.",
+    help="Trials of each problem, including trials of earlier runs; pitched problems get a quarter. 0 only refines.",
 )
 @click.option(
     "--refine/--no-refine",
     default=True,
     show_default=True,
-    help="Whether to find winners between the sizes of the search too. Needs a GPU; estimates are not refined.",
+    help="Whether to also find winners between the sizes of the search. Needs a GPU; estimates are not refined.",
 )
 @click.option(
     "--time-budget",
     type=float,
     metavar="SECONDS",
-    help="Begin nothing after this long; with refining, the search has four fifths of it.  [default: no limit]",
+    help="Begin no trial after this time; with --refine, the search gets four fifths of it.  [default: no limit]",
 )
 @options.compiler
 @options.db
@@ -87,16 +87,20 @@ REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
     "--fleet",
     metavar="ADDRESS",
     help="Tune on the workers of a Dask cluster, such as tls://HOST:8786, or `local` for all GPUs of this machine. "
-    "Every class of GPUs gets winners of its own; without --arch, all archs that the workers have.",
+    "Every class of GPUs gets its own winners. Without --arch, all archs of the workers are tuned.",
 )
 @click.option(
     "--from-winners/--from-scratch",
     default=True,
     show_default=True,
-    help="Whether to try first what wins in the bundles there are. Trials in the database count either way.",
+    help="Whether to try the winners of existing bundles first. Trials in the database count either way.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Same seed and same timings: same search, but for a fleet."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="With the same seed and timings, the search is the same, except on a fleet.",
 )
 @options.as_json
 @keeping()
@@ -118,11 +122,11 @@ def tune(
 ) -> None:
     """Search for the fastest kernels, and write the winners to a bundle.
 
-    All kernels are timed at the same sizes. Then the best of each problem are timed between these sizes. A winner is
-    added wherever calls would clearly be slower without it. --no-refine leaves that out. If several runs share a
-    database, the last to end does it. Every finished trial and time is kept at once. A run that was interrupted goes on
-    where it was when it is started again. Without a GPU of the architecture, kernels are verified on the CPU and ranked
-    by a model, and the output says so.
+    All kernels are timed at the same sizes. Then the best kernels of each problem are timed between these sizes, and a
+    winner is added wherever calls would clearly be slower without it. --no-refine leaves out this second step. If
+    several runs share a database, the last run to end does it. Every finished trial and time is kept at once, and the
+    same command continues a run that was interrupted. Without a GPU of the architecture, kernels are verified on the
+    CPU and ranked by a model, and the output says so.
     """
     from hadagen.cli.progress import shown
     from hadagen.tuner.refine import refine as look_between

@@ -34,6 +34,7 @@ from refresh_other_tables import (
     call_table,
     choices_table,
     invariant_table,
+    knobs_table,
     lost_between_on_h200,
     pruned_table,
 )
@@ -70,6 +71,7 @@ def generated() -> dict[Path, dict[str, str]]:
         },
         files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},
         files.SEARCH_PAGE: {"search": search_numbers()},
+        files.SEARCHING: {"knobs": knobs_table()},
         files.FLEETS: {"fleet": fleet_numbers()},
         files.RELIABILITY: {area: promises_table(area) for area in PROMISES},
     }

@@ -41,6 +41,7 @@ README = DOCS.parent / "README.md"
 CALLS = DOCS / "data" / "calls_h100.json"
 RECORDINGS = DOCS / "data" / "recordings"
 PERFORMANCE = DOCS / "performance.md"
+SEARCHING = DOCS / "internals" / "searching.md"
 EXPERIMENTS = DOCS / "experiments.md"
 QUANTIZATION = DOCS / "quantization.md"
 

@@ -51,7 +51,7 @@ def formats_table() -> str:
             cells.append(f"{number(mine and mine[1] / mine[0])} ({ratio})")
         table.append([_name(problem), *cells])
     titles = [title for title, _, _ in REGIMES]
-    return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], table)
+    return grid("l" + "r" * len(titles), ["format, group size; n", *titles], table)
 
 
 def accurate_codes_table() -> str:
@@ -73,7 +73,7 @@ def accurate_codes_table() -> str:
             cells.append(f"{1e6 * int(row['differing']) / int(row['codes']):,.0f}" if row else "–")
         table.append([_name(accurate), *cells])
     titles = [*(title for title, _, _ in REGIMES), "accurate", "fast"]
-    return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], table)
+    return grid("l" + "r" * len(titles), ["format, group size; n", *titles], table)
 
 
 def passes_table() -> str:
@@ -86,7 +86,7 @@ def passes_table() -> str:
         times.setdefault(Problem.parse(row["problem"]), {})[title] = float(row["two_us"]) / float(row["one_us"])
     titles = [title for title, _, _ in REGIMES if any(title in found for found in times.values())]
     rows = [[_name(problem), *(number(found.get(title)) for title in titles)] for problem, found in times.items()]
-    return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], rows)
+    return grid("l" + "r" * len(titles), ["format, group size; n", *titles], rows)
 
 
 def quantized_parts_table() -> str:
@@ -103,7 +103,7 @@ def quantized_parts_table() -> str:
         [_name(problem), *(" / ".join(number(found[problem].get((part, title))) for title in shown) for part in PARTS)]
         for problem in sorted(found, key=_order)
     ]
-    return grid("l" + "r" * len(PARTS), ["format, elements with one scale; n", *PARTS], rows)
+    return grid("l" + "r" * len(PARTS), ["format, group size; n", *PARTS], rows)
 
 
 def torchao_numbers() -> str:

@@ -1,4 +1,4 @@
-"""Tables of the losses between sizes, of the CPU time of calls, and of what each idea is worth."""
+"""Tables of the losses between sizes, of the CPU time of calls, of the knobs, and of what each idea is worth."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import refresh_files as files
 from refresh_markdown import grid, number, wrapped
 from refresh_times import read_rows
 
+from hadagen.knobs import KNOBS
 from hadagen.problem import Problem, Rows
 
 # The lengths of rows that share a line of the table of batch-invariant calls.
@@ -81,6 +82,14 @@ def _loss(rows: Iterable[Row]) -> str:
 
 def _worst(rows: Iterable[Row]) -> str:
     return f"{max(float(row['loss']) for row in rows):.1%}"
+
+
+def knobs_table() -> str:
+    """The values and the meaning of each knob, in Markdown."""
+    rows = (
+        (f"`{name}`", " ".join(f"`{value}`" for value in knob.values), knob.meaning) for name, knob in KNOBS.items()
+    )
+    return grid("lll", ["knob", "values", "meaning"], rows)
 
 
 def choices_table() -> str:

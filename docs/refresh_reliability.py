@@ -52,8 +52,8 @@ def faults() -> str:
         return ""
     kinds = {fault["fault"] for fault in found["faults"]}
     return (
-        f"{found['gpu']}: {len(found['faults'])} broken kernels of {len(kinds)} kinds; "
-        f"{found['same_winners']} of {found['cells']} winners the same"
+        f"{found['gpu']}: {len(found['faults'])} broken kernels of {len(kinds)} kinds; {found['same_winners']} of "
+        f"{found['cells']} winners the same"
     )
 
 
@@ -68,8 +68,8 @@ def laws() -> str:
     if not found:
         return ""
     return (
-        f"{found['gpu']}: {found['kernels']} kernels of {found['problems']} problems; "
-        f"{len(found['broken'])} break a law"
+        f"{found['gpu']}: {found['kernels']} kernels of {found['problems']} problems; {len(found['broken'])} break a "
+        "law"
     )
 
 
@@ -107,16 +107,16 @@ def bundle_damage() -> str:
     slowest, memory = (max(int(row[name]) for row in rows) for name in ("slowest ms", "memory MB"))
     return (
         f"{count} cases: {refused} refused, {before} as before, {other} hold something else with digests made anew; "
-        f"where a signature is asked for, {signed_refused} and {signed_before}, and no other; "
-        f"at most {slowest} ms and {memory} MB"
+        f"where a signature is asked for, {signed_refused} and {signed_before}, and no other; at most {slowest} ms and "
+        f"{memory} MB"
     )
 
 
 PROMISES: Mapping[str, Sequence[Promise]] = {
     "tuning": (
         Promise(
-            "A tune that is killed at any moment, or whose helpers are, goes on with the same command. Its database "
-            "ends up equal to that of an undisturbed run.",
+            "If a tune or one of its helpers is killed at any moment, the same command continues the tune. Its "
+            "database ends up equal to the database of an undisturbed run.",
             (
                 "test_kills.py::test_a_tune_that_is_killed_at_random_moments_ends_like_one_that_was_not",
                 "test_resume.py::test_a_killed_search_ends_like_one_that_was_not",
@@ -125,7 +125,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
         ),
         Promise(
             "A kernel that writes out of bounds, hangs, deadlocks, gives garbage or breaks the context ends as an "
-            "outcome of its trial. The winners are those of a tune without it.",
+            "outcome of its trial. The winners are the same as in a tune without the kernel.",
             (
                 "test_gpu_faults.py::test_a_tune_survives_every_broken_kernel",
                 "test_kills.py::test_broken_kernels_end_as_what_they_are_and_spoil_nothing_else",
@@ -134,7 +134,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             faults,
         ),
         Promise(
-            "A kernel that hangs costs 10 s at most. One that is only slow is not taken for it.",
+            "A kernel that hangs costs at most 10 s. A slow kernel is not taken for one that hangs.",
             (
                 "test_gpu_faults.py::test_a_tune_survives_every_broken_kernel",
                 "test_runners.py::test_a_hang_costs_as_long_as_a_device_may_be_silent_and_slow_kernels_are_not_taken"
@@ -143,8 +143,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             hangs,
         ),
         Promise(
-            "A compiler or a measuring process that is killed, or finds no room, says nothing about a variant: it is "
-            "tried again.",
+            "A compiler or a measuring process that is killed, or finds no room, does not count against a variant: the "
+            "variant is tried again.",
             (
                 "test_resume.py::test_what_a_compiler_died_for_is_tried_again",
                 "test_runners.py::test_what_another_program_kills_is_measured_again",
@@ -182,8 +182,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ),
         ),
         Promise(
-            "Databases of every earlier schema are upgraded, those of a newer one refused. An upgrade that fails "
-            "changes nothing.",
+            "Databases of every earlier schema are upgraded, and databases of a newer schema are refused. An upgrade "
+            "that fails changes nothing.",
             (
                 "test_store.py::test_a_database_of_every_earlier_schema_is_upgraded",
                 "test_store.py::test_a_newer_schema_is_refused",
@@ -192,8 +192,9 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ),
         ),
         Promise(
-            "A PostgreSQL server may be killed and started again: runs go on. What it committed unheard is not done "
-            "twice. If it stays away, runs end with a sentence, and the same command continues.",
+            "A PostgreSQL server may be killed and started again: runs go on. A transaction is not done twice if the "
+            "server committed it and could not say so. If the server stays away, runs end with a sentence, and the "
+            "same command continues.",
             (
                 "test_postgres.py::test_a_tune_outlives_a_restart",
                 "test_postgres.py::test_what_was_committed_unheard_is_not_done_twice",
@@ -201,8 +202,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ),
         ),
         Promise(
-            "Eight tuners that begin at once on one PostgreSQL database, of which one is killed, lose no trial and "
-            "record none twice, in our tables and in Optuna's.",
+            "If eight tuners begin at once on one PostgreSQL database and one is killed, no trial is lost or recorded "
+            "twice, neither in hadagen's tables nor in Optuna's.",
             (
                 "test_postgres.py::test_of_eight_tuners_that_begin_at_once_one_is_killed_and_the_others_go_on",
                 "test_claims.py::test_a_run_that_begins_meanwhile_leaves_optunas_tables_to_the_run_that_fills_them",
@@ -220,7 +221,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
     ),
     "fleets": (
         Promise(
-            "One run tunes on all GPUs of a fleet at once. Each class of GPUs gets trials and winners of its own.",
+            "One run tunes on all GPUs of a fleet at once. Each class of GPUs gets its own trials and winners.",
             (
                 "test_fleet.py::test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does",
                 "test_nvml.py::test_classes_have_trials_and_winners_of_their_own",
@@ -240,9 +241,9 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             fleet_kills,
         ),
         Promise(
-            "Workers of one user and machine that see the same GPU never measure on it at the same time. One that gets "
-            "none says so in a sentence, and others do its work. A race on a busy GPU is left for the next run. If a "
-            "GPU fails, its worker goes on with others.",
+            "Workers of one user and machine that see the same GPU never measure on it at the same time. A worker that "
+            "gets no GPU says so in a sentence, and other workers do its work. A race on a busy GPU is left for the "
+            "next run. If a GPU fails, its worker goes on with its other GPUs.",
             (
                 "test_station.py::test_workers_that_see_the_same_gpus_use_different_ones",
                 "test_station.py::test_a_race_on_a_busy_gpu_is_left_for_later_and_its_worker_stays",
@@ -263,7 +264,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ),
         ),
         Promise(
-            "A search with many variants in progress finds kernels that are as good as those of a search with one, "
+            "A search with many variants in progress finds kernels as good as a search with one variant in progress, "
             "after at most 1.3 times the evaluations.",
             ("test_recording.py::test_a_search_with_many_variants_in_progress_finds_kernels_that_are_as_good",),
             search_in_parallel,
@@ -271,8 +272,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
     ),
     "bundles": (
         Promise(
-            "A bundle that was cut or changed is refused, or reads as before; also one that was made to do harm, "
-            "within 2 s.",
+            "A bundle that was cut or changed, even to do harm, is refused or reads as before, within 2 s.",
             (
                 "test_bundle_damage.py::test_no_damage_gets_past_the_checks",
                 "test_bundle.py::test_a_truncated_file_is_noticed",
@@ -281,7 +281,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             bundle_damage,
         ),
         Promise(
-            "Where `HADAGEN_TRUSTED_KEYS` is set, calls use what one of these keys signed and nothing else, also of "
+            "Where `HADAGEN_TRUSTED_KEYS` is set, calls use only bundles that one of these keys signed. This includes "
             "parts that are read later. The bundles of a release are signed.",
             (
                 "test_signatures.py::test_calls_leave_out_what_no_trusted_key_signed",
@@ -291,8 +291,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ),
         ),
         Promise(
-            "Bundles and compiled kernels that others than the user and root could change are not used. One warning "
-            "says which, why, and what to do.",
+            "Bundles and compiled kernels that anyone but the user and root could change are not used. One warning "
+            "names the path, the reason and the fix.",
             (
                 "test_owners.py::test_bundles_in_a_folder_that_others_could_change_are_left_out",
                 "test_owners.py::test_a_bundle_that_others_could_change_is_left_out",
@@ -300,8 +300,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ),
         ),
         Promise(
-            "A cache of compiled kernels that cannot be written is read, and one that was copied is found. Where "
-            "nothing can be written, PyTorch does the work.",
+            "A read-only cache of compiled kernels is read, and a copied cache is found. If nothing can be written, "
+            "PyTorch computes the transform.",
             (
                 "test_recipes.py::test_a_cache_that_cannot_be_written_is_read",
                 "test_recipes.py::test_a_cache_serves_a_copy_of_the_installation_at_another_place_and_time",

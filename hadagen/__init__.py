@@ -2,9 +2,9 @@
 
     y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
 
-`best_config` says which kernel that runs, `warmup` loads it beforehand, and `autotune` measures which is the fastest
-here. `Rotation` is an orthonormal transform of rows of K·2^m elements, and `rotate_quantize` has a quantizer behind
-it. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does. Once a program has imported both
+`best_config` names the kernel of this call, `warmup` loads it beforehand, and `autotune` finds the fastest kernel for
+this GPU. `Rotation` is an orthonormal transform of rows of K·2^m elements, and `rotate_quantize` rotates and quantizes.
+`import hadagen` imports neither PyTorch nor CUDA; the first use of a function does. Once a program has imported both
 hadagen and PyTorch, in any order, hadagen's operators are registered.
 """
 

@@ -128,8 +128,21 @@ class Model:
 
 
 @dataclass(frozen=True)
+class NeverFaster:
+    """Choices that are left out of a search, because none was ever the fastest: those that have one of the values of
+    each of these knobs. why: in words. with_matrix: whether it is said of kernels with a matrix, or of all others."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    knobs: Mapping[str, tuple[KnobValue, ...]] = field(hash=False)
+    why: str
+    with_matrix: bool = False
+
+
+@dataclass(frozen=True)
 class Arch:
-    """A target. `search`: the values to try, by knob, in the order of `KNOB_VALUES`."""
+    """A target. `search`: the values to try, by knob, in the order of `KNOB_VALUES`; a file names only the knobs that
+    have fewer."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -137,6 +150,7 @@ class Arch:
     limits: Limits
     features: frozenset[Feature]
     search: Mapping[str, tuple[KnobValue, ...]] = field(hash=False)
+    never_faster: tuple[NeverFaster, ...]
     model: Model
 
     @property
@@ -186,15 +200,27 @@ def load_arch(name: str) -> Arch:
         values["nvcc_arch"],
         Limits(**values["limits"]),
         frozenset(values["features"]),
-        {knob: tuple(searched) for knob, searched in values["search"].items()},
+        KNOB_VALUES | _values(values["search"]),
+        tuple(NeverFaster(**each | {"knobs": _values(each["knobs"])}) for each in values["never_faster"]),
         Model(**values["model"]),
     )
+
+
+def _values(read: Mapping[str, Sequence[KnobValue]]) -> dict[str, tuple[KnobValue, ...]]:
+    return {knob: tuple(values) for knob, values in read.items()}
 
 
 def write_archs() -> None:
     """Write `archs.json` from the files of all archs. Raises as `read_arch` does."""
     archs = {name: read_arch(ARCH_DIRECTORY / f"{name}.yaml") for name in known_archs()}
-    said = {name: {**asdict(arch), "features": sorted(arch.features)} for name, arch in archs.items()}
+    said = {
+        name: {
+            **asdict(arch),
+            "features": sorted(arch.features),
+            "search": {knob: values for knob, values in arch.search.items() if values != KNOB_VALUES[knob]},
+        }
+        for name, arch in archs.items()
+    }
     _ARCHS.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
 
@@ -215,10 +241,11 @@ def read_arch(path: Path) -> Arch:
     if arch.name != path.stem:
         target = path.stem.replace("sm", "sm_")
         raise UsageError(f"{path.name}: nvcc_arch is {arch.nvcc_arch!r}; expected {target!r}, as the file is called")
-    if missing := KNOB_VALUES.keys() - arch.search.keys():
-        raise UsageError(f"{path.name}: search.{min(missing)} is missing; add it")
     try:
-        return replace(arch, search=KNOB_VALUES).narrowed(arch.search)
+        whole = replace(arch, search=KNOB_VALUES)
+        for each in arch.never_faster:
+            whole.narrowed(each.knobs)  # or it raises
+        return whole.narrowed(arch.search)
     except UsageError as error:
         raise UsageError(f"{path.name}: {error}") from None
 

@@ -21,7 +21,7 @@ from math import ceil
 
 from hadagen.arch import Arch
 from hadagen.plan import Plan
-from hadagen.regimes import Cache, Destination, buffer_bytes, quantized_bytes
+from hadagen.regimes import Cache, Destination, buffer_bytes, bytes_besides, quantized_bytes
 from hadagen.steps.base import Cost
 
 OVERLAP = 4.0  # p of the norm: 1 means no overlap, infinity full overlap
@@ -71,7 +71,9 @@ class Estimate:
         model, launch = self._arch.model, self._launch
         moved_bytes = buffer_bytes(self._problem, elements)
         written = sum(quantized_bytes(self._problem, elements)) or moved_bytes
-        in_l2, beyond, loading = _memory(self._arch, moved_bytes, written, destination, cache)
+        read_too, written_too = bytes_besides(self._problem, elements)
+        moved = moved_bytes + read_too, written + written_too
+        in_l2, beyond, loading = _memory(self._arch, *moved, destination, cache)
         # Shares that other blocks have loaded before come from L2.
         shared = self._more_reads * moved_bytes / model.l2_bytes_per_us
         chain = self._latency_cycles / model.cycles_per_us

@@ -31,9 +31,16 @@ from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
 from hadagen.launch import LaunchSpec, RowShape, Source, X, Y
-from hadagen.operands import Values, kernel_operands, sizes_for, verification_operands
+from hadagen.operands import Values, kernel_operands, sizes_for, verification_operands, written_of
 from hadagen.problem import DType, Problem
-from hadagen.reference import INPUT_CLASSES, NORMAL_ELEMENTS, input_classes, transform, verification_scale
+from hadagen.reference import (
+    INPUT_CLASSES,
+    NORMAL_ELEMENTS,
+    input_classes,
+    relative_error,
+    transform,
+    verification_scale,
+)
 from hadagen.templates import read_texts
 
 # What the machine is built from, of the sources in `templates`.
@@ -175,13 +182,13 @@ class HostModule:
         rows: int = 0,
         shape: RowShape | None = None,
         operands: Mapping[str, np.ndarray[Any, Any] | int] | None = None,
-        scales: tuple[np.ndarray[Any, Any], int] | None = None,
+        outputs: Mapping[str, tuple[np.ndarray[Any, Any], int]] | None = None,
         order_seed: int = 0,
     ) -> EmulationReport:
         """Transform the first `elements` (default: all) of x, the raw bits of elements, into `out`, which may be x.
 
-        A kernel that quantizes writes codes to `out`, uint8 of exactly their size, and to `scales`: an array, and how
-        many bytes of it must be written.
+        A kernel that quantizes writes codes to `out`, uint8 of exactly their size. `outputs`: what it writes besides,
+        by name: an array, and how many bytes of it must be written.
 
         `rows`, `shape`: for a kernel that reads a `RowShape`, the number of rows and their layout; then `elements` is
         rows · n. `operands`: contiguous arrays and numbers for all other params, by name. The launch has as
@@ -197,17 +204,18 @@ class HostModule:
         others = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
         pointers = {name: array.ctypes.data for name, array in others.items()}
         numbers = {name: value for name, value in given.items() if not isinstance(value, np.ndarray)}
-        outputs = [] if out.dtype != np.uint8 else [_Output(out.ctypes.data, out.nbytes, out.nbytes)]
-        if scales is not None:
-            pointers["scales"] = scales[0].ctypes.data
-            outputs.append(_Output(scales[0].ctypes.data, scales[0].nbytes, scales[1]))
+        has_codes = out.dtype == np.uint8
+        written = [_Output(out.ctypes.data, out.nbytes, out.nbytes)] * has_codes
+        for name, (array, least) in (outputs or {}).items():
+            pointers[name] = array.ctypes.data
+            written.append(_Output(array.ctypes.data, array.nbytes, least))
         arguments = launch.arguments(elements, scale, shape, {**numbers, **pointers})
         arguments[X], arguments[Y] = x.ctypes.data, out.ctypes.data
         if shape is None:
             rows, shape = elements, RowShape(1, 1, 1)  # as any array without gaps
         columns, x_pitch, y_pitch = shape
         alignment = x.itemsize if launch.reads_rows else VECTOR_BYTES
-        for name, array, pitch in (("x", x, x_pitch), ("out", out, y_pitch))[: 1 if outputs else 2]:
+        for name, array, pitch in (("x", x, x_pitch), ("out", out, y_pitch))[: 1 if has_codes else 2]:
             if array.dtype not in (np.uint16, np.uint32) or array.dtype != x.dtype or not array.flags.c_contiguous:
                 raise UsageError(f"{name} is not a contiguous uint16 or uint32 array, of the type of x; copy it first")
             if array.ctypes.data % alignment:
@@ -227,8 +235,8 @@ class HostModule:
             arguments=(ctypes.c_uint64 * len(arguments))(*arguments),
             operands=(_Operand * len(others))(*(_Operand(each.ctypes.data, each.nbytes) for each in others.values())),
             operand_count=len(others),
-            outputs=(_Output * len(outputs))(*outputs),
-            output_count=len(outputs),
+            outputs=(_Output * len(written))(*written),
+            output_count=len(written),
             threads=launch.threads,
             cluster=launch.cluster,
             shared_bytes=launch.shared_bytes,
@@ -241,7 +249,7 @@ class HostModule:
                 ctypes.cast(getattr(self._library, _caller(entry)), ctypes.c_void_p),
                 ctypes.byref(settings),
                 x.ctypes.data,
-                None if outputs else out.ctypes.data,
+                None if has_codes else out.ctypes.data,
                 ctypes.byref(report),
             )
         if report.error:
@@ -370,7 +378,11 @@ def verify(
     x = _poisoned(problem.io.input, len(values), x_pitch)
     x[:, :columns] = encode(problem.io.input, values[:, :columns])
     taken: dict[str, Any] = kernel_operands(problem, operands)
-    scales = None
+    outputs: dict[str, tuple[Any, int]] = {}
+    second = written_of(problem, values, operands)
+    for name in second:
+        like_x = _poisoned(problem.io.input, 1, values.size).reshape(-1)
+        outputs[name] = like_x, like_x.nbytes
     given = torch.from_numpy(operands["tensor_scale"]) if "tensor_scale" in operands else None
     if form is None:
         out = x if in_place else _poisoned(problem.io.input, len(values), y_pitch)
@@ -379,8 +391,8 @@ def verify(
         codes, laid_out = quantizer.empty(units, problem.unit, form, dtype, torch.device("cpu"))
         out, memory = (quantizer.memory_of(each).numpy() for each in (codes, laid_out))
         out[:] = 0x7F
-        written = units * form.scales_in_row(problem.unit) * laid_out.element_size()
-        scales = (memory, written) if form.group > 0 else None
+        if form.group > 0:
+            outputs["scales"] = memory, units * form.scales_in_row(problem.unit) * laid_out.element_size()
         taken |= sizes_for(form, units, problem.unit)
     report = module.run(
         source.entry,
@@ -392,7 +404,7 @@ def verify(
         rows=len(values),
         shape=shape,
         operands=taken,
-        scales=scales,
+        outputs=outputs,
         order_seed=order_seed,
     )
     if report.complaint:
@@ -400,13 +412,16 @@ def verify(
     if form is None:
         results = [torch.from_numpy(decode(problem.io.input, out[:, :columns]))]
     else:
-        results = [codes] if scales is None else [codes, scales_in_rows(problem, laid_out, units)]
+        results = [codes, scales_in_rows(problem, laid_out, units)] if "scales" in outputs else [codes]
     errors, begin = {}, 0
     for name, some in classes.items():
         rows_here, begin = slice(begin, begin + len(some)), begin + len(some)
         here = slice(rows_here.start // together, rows_here.stop // together)
         of_heads = given if given is None else given[here] if len(given) > 1 else given[0]
         errors[name] = float(error_of(problem, [each[here] for each in results], exact[rows_here], of_heads))
+        for other, wanted in second.items():
+            found = decode(problem.io.input, outputs[other][0]).reshape(wanted.shape)
+            errors[name] = max(errors[name], relative_error(found[rows_here], wanted[rows_here]))
     return errors
 
 

@@ -14,13 +14,13 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, most: int = _MOST) -> str:
-    """The text on one line, cut off behind `most` characters."""
+    """The text on one line, cut off after `most` characters."""
     text = printable(" ".join(text[: 2 * most].split()))
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def shown(value: Any, most: int = _MOST) -> str:
-    """A value that somebody gave, as a message shows it: its `repr` on one line, cut off behind `most` characters."""
+    """A value for a message: its `repr` on one line, cut off after `most` characters."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # Python refuses to write very long ones
         return f"an integer of {value.bit_length()} bits"
     if type(value) in (str, bytes):
@@ -32,7 +32,7 @@ def shown(value: Any, most: int = _MOST) -> str:
 
 
 def choice(given: Any, known: Iterable[str]) -> str:
-    """What to choose instead of a name that is not known: "did you mean …", or else all that are known."""
+    """The advice for an unknown name: "did you mean …", or else all known names."""
     names = list(known)
     near = names_like(given, names)
     if near:
@@ -45,8 +45,8 @@ def _either(names: list[str]) -> str:
 
 
 def names_like(given: Any, known: Iterable[str]) -> list[str]:
-    """The known names that may be meant: the one that differs in case and hyphens alone, those that hold the given
-    name or begin it, or the one with the fewest typing errors."""
+    """The known names that may be meant: the name that differs only in case and hyphens, names that contain or begin
+    the given name, or the name with the fewest typing errors."""
     if not isinstance(given, str) or not given:
         return []
     known, wanted = list(known), _plain(given[:_MOST])
@@ -83,7 +83,7 @@ def _typing_errors(one: str, other: str) -> int:
 class HadagenError(Exception):
     """A failure that the caller could not foresee. The command line exits with 1.
 
-    The message may quote a file or a driver; it is shown `printable`.
+    The message may quote a file or a driver, so it is made `printable` where it is shown.
     """
 
     exit_code = 1
@@ -107,7 +107,7 @@ class ToolchainError(HadagenError):
 
 
 class NoCompilerError(ToolchainError):
-    """A compiler is nowhere to be found."""
+    """No compiler was found."""
 
 
 class StorageError(HadagenError):
@@ -119,11 +119,12 @@ class DeviceError(HadagenError):
 
 
 class DisturbedError(DeviceError):
-    """A GPU was busy or throttled each time that something was to be timed on it."""
+    """A GPU was busy or throttled in every attempt to time a kernel."""
 
 
 def told_apart(error: float, bound: float) -> tuple[str, str]:
-    """Two different numbers as two different texts, with three digits each, or with as many as that needs."""
+    """Two different numbers as different texts, with three digits each, or more digits if three do not tell them
+    apart."""
     for digits in range(2, 17):
         said = f"{error:.{digits}e}", f"{bound:.{digits}e}"
         if said[0] != said[1]:

@@ -14,6 +14,7 @@ from typing import Any
 from hadagen.errors import UsageError, choice, shown
 from hadagen.formats import TENSOR
 from hadagen.layout import CHUNK_BITS, LANE_BITS, MMA_MOVES, PAIR, Place, cta, lane, log2, reg, warp
+from hadagen.operands import prologue_of
 from hadagen.plan import Plan
 from hadagen.problem import DType, Problem
 from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
@@ -39,62 +40,123 @@ FAR_MMA = Mma(2, turned=True)
 KnobValue = int | str
 
 
-def _one_of(*values: KnobValue) -> Any:
-    """A field of `Knobs` that takes one of these values, by default the first."""
-    return field(default=values[0], metadata={"values": values})
+@dataclass(frozen=True)
+class Knob:
+    """One knob: all that is said of it, but for what the steps of `steps_of` make of it.
+
+    values: all that a plan can be built with, in the order of a search, so that the nearest values are neighbours. The
+    first is the default. It means a plan without the knob, and is the only legal value where the knob would change
+    nothing. An arch may search fewer of them.
+
+    with_matrix: whether kernels with a matrix have it. room: whether it may change the shared memory or the registers
+    of a kernel. estimated: how many of the values the cost model tells apart; None for all.
+    """
+
+    values: tuple[KnobValue, ...]
+    meaning: str
+    with_matrix: bool = False
+    room: bool = True
+    estimated: int | None = None
+
+
+def _knob(values: tuple[KnobValue, ...], meaning: str, **said: Any) -> Any:
+    """A field of `Knobs`, as `Knob` says."""
+    return field(default=values[0], metadata={"knob": Knob(values, meaning, **said)})
 
 
 @dataclass(frozen=True, order=True)
 class Knobs:
-    """What the search may choose. An arch's YAML lists, under `search`, which values are worth trying there."""
+    """What the search may choose, in the order in which it is chosen."""
 
-    # 256-element chunks per warp, 8 elements of each in a thread; with a matrix, groups of 32 columns
-    chunks: int = _one_of(1, 2, 4, 8, 16)
-    # per block, times the odd factor of a row that is quantized; with a matrix, groups of warps
-    warps: int = _one_of(1, 2, 4, 8, 16, 32)
-    # blocks per cluster
-    cluster: int = _one_of(1, 2, 4, 8, 16)
-    # rows of a tile that is multiplied by a matrix
-    rows: int = _one_of(1, 2, 4, 8, 16, 32, 64, 128, 256)
-    # of 16 rows of the matrix each, that one warp multiplies by
-    slabs: int = _one_of(1, 2, 3, 4, 5)
-    # what brings bits of blocks together: an exchange, or loads of whole rows
-    block_bits: str = _one_of(EXCHANGE, LOAD)
-    # what warp and block bits are swapped with: register bits, or at once with lane bits too
-    far_bits: str = _one_of(REGISTERS, LANES)
-    # what transforms bits that came to lanes: shuffle, mma_two (one or two) or mma (three)
-    far_lanes: str = _one_of("shuffle", "mma_two", "mma")
-    # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
-    low_bits: str = _one_of("mma", "mma_shuffle", "shuffle")
-    # what crosses lanes to transform a bit there: whole, all values; half, as it is swapped
-    shuffles: str = _one_of(WHOLE, HALF)
-    # values between two mma: packed; fp16, of bfloat16 rows brought into its range, which is what packed means for the
-    # other carriers then; or fp32 in parts of tf32 or of bfloat16 (split)
-    mma_carrier: str = _one_of(PACKED, FP16, "tf32", "split")
-    # what mma sums in; packed sums (float16 and fp16 only) need no conversion
-    accumulator: str = _one_of(FP32, PACKED)
-    # values that butterflies and shuffles work on
-    butterfly_carrier: str = _one_of(PACKED, FP32)
-    # values that cross shared memory; between a matrix and the steps after it, fp32 means two bfloat16
-    exchange_carrier: str = _one_of(PACKED, FP32)
-    # shared memory used this many times over in one exchange
-    exchange_rounds: int = _one_of(1, 2)
-    shared_layout: str = _one_of("linear", "padded", "swizzled")
-    # by_step: each step over all chunks; by_group: all from the exchange on for one group of chunks after another, so
-    # that one is stored while the next crosses
-    order: str = _one_of("by_step", "by_group")
-    # of whole rows, also multicast to all blocks of a cluster
-    load: str = _one_of("plain", "cp_async", "bulk", "multicast")
-    # a block or cluster per tile, or persistent blocks that loop over tiles
-    grid: str = _one_of("tiles", "persistent")
-    # tiles under way in a persistent grid
-    stages: int = _one_of(1, 2)
-    # blocks per SM the compiler must leave registers for; fewer let it overlap more
-    min_blocks: int = _one_of(1, 2, 3, 4, 5, 6, 7, 8)
-    # MiB of the input between a tile and the one that is prefetched to L2 then; 0: none is
-    ahead: int = _one_of(0, 8, 16)
-    # when the next kernel in the stream may start: at the end, before the store or after the load
-    trigger: str = _one_of("end", "store", "load")
+    chunks: int = _knob(
+        (1, 2, 4, 8, 16),
+        "256-element chunks per warp, 8 elements of each in a thread; with a matrix, groups of 32 columns",
+        with_matrix=True,
+    )
+    warps: int = _knob(
+        (1, 2, 4, 8, 16, 32),
+        "warps per block, times the odd factor of a row that is quantized; with a matrix, groups of warps",
+        with_matrix=True,
+    )
+    cluster: int = _knob((1, 2, 4, 8, 16), "blocks per cluster")
+    rows: int = _knob(
+        (1, 2, 4, 8, 16, 32, 64, 128, 256), "rows of a tile that is multiplied by a matrix", with_matrix=True
+    )
+    slabs: int = _knob((1, 2, 3, 4, 5), "slabs of 16 rows of the matrix that one warp multiplies by", with_matrix=True)
+    block_bits: str = _knob(
+        (EXCHANGE, LOAD), "what brings bits of blocks together: an exchange, or loads of whole rows"
+    )
+    far_bits: str = _knob(
+        (REGISTERS, LANES),
+        "what bits of warps and blocks are swapped with: register bits, or register and lane bits at once",
+    )
+    far_lanes: str = _knob(
+        ("shuffle", "mma_two", "mma"),
+        "what transforms bits that came to lanes: shuffles, an mma of one or two bits, or an mma of three",
+    )
+    low_bits: str = _knob(
+        ("mma", "mma_shuffle", "shuffle"),
+        "what transforms index bits 0 to 7: two mma, one mma and then shuffles, or shuffles",
+    )
+    shuffles: str = _knob(
+        (WHOLE, HALF), "what crosses lanes to transform a bit there: all values, or the half that is swapped"
+    )
+    mma_carrier: str = _knob(
+        (PACKED, FP16, "tf32", "split"),
+        "values between two mma: 16 bits; or float16, of bfloat16 rows brought into its range, which `packed` of the "
+        "other carriers then means too; or fp32, in parts of tf32 or (`split`) of bfloat16",
+    )
+    accumulator: str = _knob(
+        (FP32, PACKED), "sums of an mma; packed sums, of float16 alone, need no conversion", room=False, estimated=1
+    )
+    butterfly_carrier: str = _knob((PACKED, FP32), "values that butterflies and shuffles work on", room=False)
+    exchange_carrier: str = _knob(
+        (PACKED, FP32),
+        "values that cross shared memory; between a matrix and the steps after it, `fp32` means two bfloat16",
+        with_matrix=True,
+    )
+    exchange_rounds: int = _knob((1, 2), "how many times one exchange uses its shared memory")
+    shared_layout: str = _knob(("linear", "padded", "swizzled"), "how the vectors of an exchange lie in shared memory")
+    order: str = _knob(
+        ("by_step", "by_group"),
+        "each step over all chunks; or all steps from the exchange on for one group of chunks after another, so that "
+        "one group is stored while the next crosses",
+        room=False,
+        estimated=1,
+    )
+    load: str = _knob(
+        ("plain", "cp_async", "bulk", "multicast"),
+        "how a tile is loaded; whole rows also by multicast to all blocks of a cluster",
+        with_matrix=True,
+    )
+    grid: str = _knob(
+        ("tiles", "persistent"),
+        "a block or cluster per tile, or persistent blocks that loop over tiles",
+        with_matrix=True,
+        room=False,
+    )
+    stages: int = _knob((1, 2), "tiles under way at once in a persistent grid", with_matrix=True)
+    min_blocks: int = _knob(
+        (1, 2, 3, 4, 5, 6, 7, 8),
+        "blocks per SM that the compiler must leave registers for; with fewer, it can overlap more",
+        with_matrix=True,
+        room=False,
+        estimated=1,
+    )
+    ahead: int = _knob(
+        (0, 8, 16),
+        "MiB of the input between a tile and the tile that is prefetched to L2 meanwhile; 0 for no prefetch",
+        with_matrix=True,
+        room=False,
+        estimated=2,
+    )
+    trigger: str = _knob(
+        ("end", "store", "load"),
+        "when the next kernel in the stream may start: at the end, before the store, or after the load",
+        with_matrix=True,
+        room=False,
+        estimated=1,
+    )
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -137,9 +199,9 @@ def knobs_text(values: Mapping[str, Any]) -> str:
 
 # Knobs that stored choices may still have, each with the value that all kernels have now.
 _FORMER = {"store": "plain"}
-# Every value that a plan can be built with, in the order in which values are searched.
-KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {knob.name: knob.metadata["values"] for knob in fields(Knobs)}
-KNOB_NAMES = tuple(KNOB_VALUES)
+KNOBS: dict[str, Knob] = {knob.name: knob.metadata["knob"] for knob in fields(Knobs)}
+KNOB_NAMES = tuple(KNOBS)
+KNOB_VALUES = {name: knob.values for name, knob in KNOBS.items()}
 
 
 def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Plan:
@@ -161,6 +223,9 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
 
 def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean."""
+    if prologue := prologue_of(problem):
+        load, *others = steps_of(replace(problem, prologue=""), knobs)
+        return load, prologue.step(), *others
     if problem.order > 1:
         return matrix_steps(problem, knobs)
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.io.input is DType.FLOAT32 else PACKED)]

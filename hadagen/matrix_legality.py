@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, matrix_steps
+from hadagen.knobs import KNOBS, Knobs, matrix_steps
 from hadagen.layout import log2
-from hadagen.legality import RULES, Context, Rule, beyond_shared, beyond_threads
-from hadagen.problem import LEAST_LENGTH, DType, Problem, Rows
-from hadagen.steps.base import PACKED, Draft, Footprint
+from hadagen.legality import RULES, Context, Rules, footprint
+from hadagen.problem import LEAST_LENGTH, DType, Rows
+from hadagen.steps.base import PACKED, Draft
 from hadagen.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Shape
-
-# The knobs that kernels with a matrix have. All others have their first value.
-_KNOBS = (
-    "chunks",
-    "warps",
-    "rows",
-    "slabs",
-    "exchange_carrier",
-    "load",
-    "grid",
-    "stages",
-    "min_blocks",
-    "ahead",
-    "trigger",
-)
 
 
 def _groups(c: Context, k: Knobs) -> int:
@@ -36,15 +19,15 @@ def _shape(c: Context, k: Knobs) -> Shape:
     return Shape(k.rows, c.problem.order, c.problem.length, k.chunks, _groups(c, k) * k.warps)
 
 
-@lru_cache(maxsize=1024)  # enough while a walk changes the other knobs
-def _footprint(
-    problem: Problem, chunks: int, warps: int, rows: int, slabs: int, carrier: str, load: str, stages: int
-) -> Footprint:
-    k = Knobs(chunks, warps, 1, rows, slabs, exchange_carrier=carrier, load=load, stages=stages)
-    return Footprint(Draft(problem, log2(chunks), log2(warps), 0, matrix_steps(problem, k)))
+MATRIX_RULES = Rules()
+for _name, _knob in KNOBS.items():
+    if not _knob.with_matrix:
+        MATRIX_RULES.unused(_name, f"a kernel with a matrix has no {_name}")
+MATRIX_RULES += [rule for rule in RULES if rule.last in ("stages", "ahead", "trigger")]
 
 
-def _chunks(c: Context, k: Knobs) -> str | None:
+@MATRIX_RULES.rule("chunks")
+def _(c: Context, k: Knobs) -> str | None:
     problem = c.problem
     if problem.io.input is DType.FLOAT32:
         return "an mma multiplies 16-bit values by a matrix (the dtype must be float16 or bfloat16)"
@@ -59,7 +42,8 @@ def _chunks(c: Context, k: Knobs) -> str | None:
     return "a row has fewer columns (chunks must be fewer)" if 1 < k.chunks > c.problem.length >> COLUMN_BITS else None
 
 
-def _rows(c: Context, k: Knobs) -> str | None:
+@MATRIX_RULES.rule("rows")
+def _(c: Context, k: Knobs) -> str | None:
     if c.problem.length == 1:
         least, sets = OPERAND_SIDE, k.rows // OPERAND_SIDE
     else:
@@ -72,7 +56,8 @@ def _rows(c: Context, k: Knobs) -> str | None:
     return "some warps would have nothing to multiply (take fewer warps, or more rows)" if k.warps > sets else None
 
 
-def _slabs(c: Context, k: Knobs) -> str | None:
+@MATRIX_RULES.rule("slabs")
+def _(c: Context, k: Knobs) -> str | None:
     if (k.slabs - 1) * OPERAND_SIDE >= c.problem.order:
         return "the matrix has fewer rows (slabs must be fewer)"
     threads, limit = 32 * _groups(c, k) * k.warps, c.arch.limits.threads_per_block
@@ -83,7 +68,8 @@ def _slabs(c: Context, k: Knobs) -> str | None:
     return None
 
 
-def _exchange_carrier(c: Context, k: Knobs) -> str | None:
+@MATRIX_RULES.rule("exchange_carrier")
+def _(c: Context, k: Knobs) -> str | None:
     if c.problem.length == 1:
         last = "nothing follows the matrix but the store (exchange_carrier must be packed)"
         return last if k.exchange_carrier != PACKED else None
@@ -96,7 +82,8 @@ def _exchange_carrier(c: Context, k: Knobs) -> str | None:
     return None
 
 
-def _load(c: Context, k: Knobs) -> str | None:
+@MATRIX_RULES.rule("load")
+def _(c: Context, k: Knobs) -> str | None:
     if c.problem.length == 1:
         if k.load != "cp_async":
             return "only cp_async stages rows that are operands (load must be cp_async)"
@@ -111,45 +98,18 @@ def _load(c: Context, k: Knobs) -> str | None:
     return f"the arch has no {lacking}" if lacking else None
 
 
-def _grid(c: Context, k: Knobs) -> str | None:
-    if k.grid == "persistent" and k.load != "bulk":
-        return "nothing is loaded for the next tile (grid must be tiles)"
-    return None
+@MATRIX_RULES.first_only("grid")
+def _(c: Context, k: Knobs) -> str | None:
+    return "nothing is loaded for the next tile" if k.load != "bulk" else None
 
 
-def _min_blocks(c: Context, k: Knobs) -> str | None:
-    limits, threads = c.arch.limits, 32 * _groups(c, k) * k.warps
-    if why := beyond_threads(limits, threads, k.min_blocks):
-        return why
-    footprint = _footprint(c.problem, k.chunks, k.warps, k.rows, k.slabs, k.exchange_carrier, k.load, k.stages)
-    if footprint.registers(wide=False) > c.registers(threads, k.min_blocks):
-        return "values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)"
-    return beyond_shared(limits, footprint, k.min_blocks, "rows")
-
-
-def _trigger(c: Context, k: Knobs) -> str | None:
-    if k.trigger == "end":
-        return None
-    if not c.arch.starts_early:
-        return "the arch starts no kernel before the last one ends (trigger must be end)"
-    return (
-        "blocks that loop leave no room for the next kernel's (trigger must be end)" if k.grid == "persistent" else None
+@MATRIX_RULES.rule("min_blocks")
+def _(c: Context, k: Knobs) -> str | None:
+    return c.beyond_limits(
+        footprint(c.problem, k),
+        32 * _groups(c, k) * k.warps,
+        k.min_blocks,
+        wide=False,
+        values="values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)",
+        fewer="rows",
     )
-
-
-def _unused(name: str) -> Rule:
-    def broken(c: Context, k: Knobs) -> str | None:
-        first = KNOB_VALUES[name][0]
-        return f"a kernel with a matrix has no {name} ({name} must be {first})" if getattr(k, name) != first else None
-
-    return Rule(name, broken)
-
-
-MATRIX_RULES: list[Rule] = [
-    *(_unused(name) for name in KNOB_NAMES if name not in _KNOBS),
-    *(rule for rule in RULES if rule.last in ("stages", "ahead")),
-    *(
-        Rule(broken.__name__.removeprefix("_"), broken)
-        for broken in (_chunks, _rows, _slabs, _exchange_carrier, _load, _grid, _min_blocks, _trigger)
-    ),
-]

@@ -1,4 +1,5 @@
-"""`Operand`: a tensor that a kernel takes besides x and y. All that handles operands is a loop over `operands_of`."""
+"""`Operand`: a tensor that a kernel takes besides x and y. All that handles operands is a loop over `operands_of`.
+`Prologue`: what a kernel does to the values of rows before the transform, with operands of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hadagen.errors import UsageError, choice, shown
 from hadagen.formats import TENSOR, Format, Layout
 from hadagen.launch import PARAMS, ROW_PARAMS, Param
 from hadagen.problem import DType, Problem, Rows
@@ -29,6 +31,7 @@ class Operand:
     packed: an array of the bytes that a kernel takes for values.
     numbers: the params that belong to it, such as a pitch.
     is_optional: whether a null pointer stands for none.
+    like_x: whether it has rows like those of x. Its values are [rows, n].
     """
 
     name: str
@@ -37,10 +40,77 @@ class Operand:
     packed: Callable[[Problem, NDArray[Any]], NDArray[Any]] = lambda problem, values: values
     numbers: Callable[[Problem], tuple[Param, ...]] = lambda problem: ()
     is_optional: bool = False
+    like_x: bool = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a kernel writes it."""
+        return self.sample is None
 
     @property
     def param(self) -> Param:
-        return Param("void*" if self.sample is None else "const void*", self.name)
+        return Param("void*" if self.is_written else "const void*", self.name)
+
+
+class Prologue:
+    """What happens to the values of rows before signs and transform, in the same kernel.
+
+    name: a name for keys of problems, of lower-case letters and underscores.
+    operands: what it takes besides x. Those that it writes are like x.
+    """
+
+    name: str
+    operands: tuple[Operand, ...] = ()
+
+    def step(self) -> Any:
+        """The step that computes it, a `hadagen.steps.base.Step` with `is_prologue`."""
+        raise NotImplementedError
+
+    def results(self, problem: Problem, x: NDArray[Any], values: Values) -> dict[str, NDArray[Any]]:
+        """What it computes of x, float64 [rows, n], of float64 numbers that x's type holds: "x", which is transformed,
+        and what it writes, by name."""
+        raise NotImplementedError
+
+
+def rows_like_x(name: str, *, is_written: bool = False) -> Operand:
+    """An operand with rows like those of x, of its type."""
+    return Operand(name, _always, None if is_written else _random_rows, _encoded, like_x=True)
+
+
+def vector_of_n(name: str) -> Operand:
+    """An operand of n elements, of x's type."""
+    return Operand(name, _always, lambda problem, units, random: _normal(problem, (problem.n,), random), _encoded)
+
+
+def _always(problem: Problem) -> bool:
+    return True
+
+
+def _random_rows(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
+    return _normal(problem, (units * problem.unit // problem.n, problem.n), random)
+
+
+def _normal(problem: Problem, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[Any]:
+    from hadagen.bits import decode, encode
+
+    return decode(problem.io.input, encode(problem.io.input, random.standard_normal(shape)))
+
+
+def _encoded(problem: Problem, values: NDArray[Any]) -> NDArray[Any]:
+    from hadagen.bits import encode
+
+    return encode(problem.io.input, values)
+
+
+# Name → prologue. A program may add its own.
+PROLOGUES: dict[str, Prologue] = {}
+
+
+def prologue_of(problem: Problem) -> Prologue | None:
+    """The prologue of a problem; None if it has none. Raises `UsageError` for one that is not known."""
+    if problem.prologue and problem.prologue not in PROLOGUES:
+        raise UsageError(f"prologue {shown(problem.prologue)} is not known; {choice(problem.prologue, PROLOGUES)}")
+    return PROLOGUES.get(problem.prologue)
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
@@ -136,12 +206,22 @@ _ORDER = {name: at for at, name in enumerate(_NAMES)}
 
 def operands_of(problem: Problem) -> list[Operand]:
     """The operands that the kernels of a problem take."""
-    return [operand for operand in OPERANDS if operand.is_taken(problem)]
+    prologue = prologue_of(problem)
+    operands = (*OPERANDS, *prologue.operands) if prologue else OPERANDS
+    return [operand for operand in operands if operand.is_taken(problem)]
 
 
-def params_for(problem: Problem, operands: Iterable[Operand] = OPERANDS) -> tuple[Param, ...]:
-    """What the kernels of a problem take, of these operands."""
-    taken = [each for each in dict.fromkeys(operands) if each.is_taken(problem)]
+def written_of(problem: Problem, x: NDArray[Any], values: Values) -> dict[str, NDArray[Any]]:
+    """What the prologue of a problem writes for x, float64, by name."""
+    prologue = prologue_of(problem)
+    results = prologue.results(problem, x, values) if prologue else {}
+    return {name: result for name, result in results.items() if name != "x"}
+
+
+def params_for(problem: Problem, operands: Iterable[Operand] | None = None) -> tuple[Param, ...]:
+    """What the kernels of a problem take; of these operands, if any are given."""
+    known = operands_of(problem) if operands is None else operands
+    taken = [each for each in dict.fromkeys(known) if each.is_taken(problem)]
     others = [param for each in taken for param in (each.param, *each.numbers(problem))]
     rows = ROW_PARAMS if problem.io.rows is Rows.PITCHED else ()
     return *PARAMS, *sorted((*rows, *others), key=lambda param: _ORDER.get(param.name, len(_ORDER)))

@@ -77,10 +77,11 @@ class Plan(Draft):
 def _digested(plan: Plan) -> str:
     """All fields of a plan under names that never change, whatever classes and fields are called."""
     transform, io = plan.problem.transform, plan.problem.io
+    after = f", prologue={plan.problem.prologue!r}" if plan.problem.prologue else ""
     return (
         f"Plan(problem=Problem(transform=Transform(n={transform.n}, order={transform.order}, "
         f"signed={transform.signed}, swapped={transform.swapped}), io=Io(input={_member('DType', io.input)}, "
-        f"output={_output(io)}, numerics={_member('Numerics', io.numerics)}, rows={_member('Rows', io.rows)})), "
+        f"output={_output(io)}, numerics={_member('Numerics', io.numerics)}, rows={_member('Rows', io.rows)}){after}), "
         f"chunk_bits={plan.chunk_bits}, warp_bits={plan.warp_bits}, cta_bits={plan.cta_bits}, "
         f"steps=({', '.join(map(str, plan.steps))}), persistent={plan.persistent}, min_blocks={plan.min_blocks}, "
         f"order={plan.order!r}, starts_early={plan.starts_early})"
@@ -134,6 +135,8 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
     if sum(isinstance(step, Renumber) for step in plan.steps) != plan.problem.transform.swapped:
         raise UsageError(f"{name}: the steps do not exchange the bits of digits once")
+    if [step.name for step in plan.steps if step.is_prologue] != [plan.problem.prologue] * bool(plan.problem.prologue):
+        raise UsageError(f"{name}: the steps do not compute the prologue of the problem once")
     flips = [step.before for step in plan.steps if isinstance(step, Signs)]
     if flips != [*plan.tile.flips] * plan.problem.transform.signed:
         raise UsageError(f"{name}: the steps do not multiply by the signs before and after the transform")

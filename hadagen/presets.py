@@ -1,8 +1,7 @@
 """Rotations with a quantizer, by the names of the projects that need them.
 
-Given the same rotated values, codes and scales are those of each project's reference, bit for bit, but for values that
-are not finite. docs/quantization.md says which code each was compared with. `numerics` is as for
-`hadagen.rotate_quantize`.
+Given the same finite rotated values, each preset gives the codes and scales of the project's reference, bit for bit.
+docs/quantization.md names the code with which each preset was compared. `numerics` is as for `hadagen.rotate_quantize`.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _QUTLASS_SCALES = {32: 181 / 1024, 64: 1 / 8, 128: 181 / 2048}
 def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False, numerics: str = "accurate") -> Quantized:
     """The activations of DeepSeek V3.2's indexer: H_128 · 128^-½, rounded to x's type, then FP8 by groups of 128.
 
-    x: [..., 128] or several heads of 128, after RoPE. power_of_two: whether scales are rounded up to powers of two,
-    which is DeepSeek's `scale_fmt`. Scales are float32.
+    x: [..., 128] or several heads of 128, after RoPE. power_of_two: whether to round scales up to powers of two, as
+        DeepSeek's `scale_fmt` does. Scales are float32.
     """
     check_is_flag(power_of_two, "power_of_two")
     rule = "power_of_two" if power_of_two else "exact"
@@ -43,9 +42,9 @@ def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False, numeric
 
 
 def deepseek_v4_fp4(x: torch.Tensor, *, numerics: str = "accurate") -> Quantized:
-    """The activations of DeepSeek V4's indexer: H_128 · 128^-½, rounded to x's type, then MXFP4 with powers of two up.
+    """The activations of DeepSeek V4's indexer: H_128 · 128^-½, rounded to x's type, then MXFP4.
 
-    x: [..., 128] or several heads of 128, after RoPE.
+    x: [..., 128] or several heads of 128, after RoPE. Scales are rounded up to powers of two.
     """
     return rotate_quantize(x, 128, to="mxfp4", rule="deepseek_v4", round_first=True, numerics=numerics)
 
@@ -59,12 +58,12 @@ def convrot_int8(x: torch.Tensor, block: int = 256, *, numerics: str = "accurate
 
 
 def convrot_int4(x: torch.Tensor, block: int = 256, *, numerics: str = "accurate") -> Quantized:
-    """ConvRot in ComfyUI, W4A4: the same with INT4. ComfyUI keeps the same scales as float32."""
+    """ConvRot in ComfyUI, W4A4: as `convrot_int8`, with INT4. ComfyUI keeps the same scales as float32."""
     return rotate_quantize(x, _rotation(x, block, regular=True), to="int4-row", numerics=numerics)
 
 
 def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None, *, numerics: str = "accurate") -> Quantized:
-    """QuaRot's quantizer of activations, behind a rotation that rounds to x's type. QuaRot has float16.
+    """QuaRot's quantizer of activations, after a rotation that rounds to x's type. QuaRot takes only float16.
 
     rotation: as for `hadagen.rotate_quantize`; a power of two is orthonormal.
     """
@@ -72,10 +71,10 @@ def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None, *, nume
 
 
 def qutlass_mxfp4(x: torch.Tensor, block: int = 32, *, numerics: str = "accurate") -> Quantized:
-    """QuTLASS's fused quantizer, with the method abs_max: its default is quest. The matrix is H · block^-½ in bfloat16.
+    """QuTLASS's fused quantizer with the method abs_max (its default is quest).
 
-    block: 32, 64 or 128. Codes are those of three times a value over its scale. QuTLASS swizzles scales in a second
-    kernel; `hadagen.rotate_quantize` with layout="swizzled" does it at once.
+    block: 32, 64 or 128. The matrix is H · block^-½ in bfloat16. A code is 3 · value / scale, rounded. QuTLASS swizzles
+        scales in a second kernel; `hadagen.rotate_quantize` with layout="swizzled" writes swizzled scales directly.
     """
     block = as_count(block, "block")
     if block not in _QUTLASS_SCALES:
@@ -84,9 +83,9 @@ def qutlass_mxfp4(x: torch.Tensor, block: int = 32, *, numerics: str = "accurate
 
 
 def transformer_engine_nvfp4(x: torch.Tensor, *, numerics: str = "accurate") -> Quantized:
-    """TransformerEngine's NVFP4 of a transposed tensor, for gradients of weights: its signs and H_16 over 16 tokens.
+    """TransformerEngine's NVFP4 of a transposed tensor, for gradients of weights: signs and H_16 over 16 tokens.
 
-    x: [N, M], such as `tensor.t()`. The largest magnitude of all rotated values is found first. Scales are not padded.
+    x: [N, M], such as `tensor.t()`. A first kernel computes the amax of all rotated values. Scales are not padded.
     """
     rotation = _rotation(x, 16, regular=False)
     x = x.contiguous()
@@ -106,10 +105,10 @@ def fa3_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries, keys or values for FlashAttention 3, as torchao quantizes them: H · D^-½ over each head, then FP8.
 
-    x: [batch, heads, sequence, D], with any strides. kv_heads: the number of heads of keys, which divides that of x;
-    None is that of x. rotate: False for values, which torchao does not rotate.
+    x: [batch, heads, sequence, D], with any strides. kv_heads: the number of heads of keys, which divides the number of
+        heads of x; None is the number of heads of x. rotate: False for values, which torchao does not rotate.
 
-    Returns float8_e4m3fn of x's shape, and float32 [batch, kv_heads]: the largest magnitude over 448.
+    Returns float8_e4m3fn of x's shape, and float32 [batch, kv_heads]: amax / 448.
     """
     check_values(x)
     check_is_flag(rotate, "rotate")

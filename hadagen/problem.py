@@ -169,9 +169,10 @@ class Io:
 
 
 # Such as n4096-float16-fast-pitched, n14336-k28-signed-float16-fast or n128-bfloat16-to-fp8_group_128-accurate. A part
-# "to" with the output stands behind the input if the two differ.
+# "to" with the output stands behind the input if the two differ, and a part "after" with a prologue before it.
 _KEY = re.compile(
-    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-swapped)?(-signed)?-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?"
+    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-swapped)?(-signed)?(?:-after-([a-z_]+))?-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?"
+    r"-([a-z]+)(?:-([a-z]+))?"
 )
 
 
@@ -180,11 +181,14 @@ class Problem:
     """A transform of the last dimension of x, and what is read and written for it. If the result is quantized, and no
     plan would round between steps, `fast` means `accurate`.
 
+    prologue: the name of a `hadagen.operands.Prologue` whose result is transformed in place of x; "" for none.
+
     Raises `UsageError` for anything else than these two; `Problem.of` takes n and the names of types.
     """
 
     transform: Transform
     io: Io
+    prologue: str = ""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.transform, Transform) and isinstance(self.io, Io)):
@@ -254,7 +258,10 @@ class Problem:
         rows = () if self.io.rows is Rows.CONTIGUOUS else (self.io.rows.value,)
         order = (f"k{self.order}",) if self.order > 1 else ()
         flags = tuple(name for name in ("swapped", "signed") if getattr(self.transform, name))
-        return "-".join((f"n{self.n}", *order, *flags, self.io.input.value, *output, self.io.numerics.value, *rows))
+        after = ("after", self.prologue) if self.prologue else ()
+        return "-".join(
+            (f"n{self.n}", *order, *flags, *after, self.io.input.value, *output, self.io.numerics.value, *rows)
+        )
 
     @property
     def n(self) -> int:
@@ -286,7 +293,9 @@ class Problem:
     @property
     def parent(self) -> Problem | None:
         """The problem whose winners are the first guess for this one: the same with contiguous rows, without swapped
-        bits, without a format, or without signs. None if nothing of that applies, or if n is 1."""
+        bits, without a format, without signs, or without a prologue. None if nothing of that applies, or if n is 1."""
+        if self.prologue:
+            return replace(self, prologue="")
         if self.io.rows is not Rows.CONTIGUOUS:
             return self.with_io(rows=Rows.CONTIGUOUS)
         if self.transform.swapped:
@@ -357,9 +366,10 @@ def _parsed(key: str) -> Problem | None:
     found = _KEY.fullmatch(key)
     if found is None:
         return None
-    n, order, swapped, signed, given, output, numerics, rows = found.groups()
+    n, order, swapped, signed, prologue, given, output, numerics, rows = found.groups()
     transform = Transform(int(n), int(order or 1), bool(signed), bool(swapped))
-    problem = Problem(transform, Io(given, output or given, numerics, rows or Rows.CONTIGUOUS))  # type: ignore[arg-type]
+    io = Io(given, output or given, numerics, rows or Rows.CONTIGUOUS)  # type: ignore[arg-type]
+    problem = Problem(transform, io, prologue or "")
     return problem if problem.key == key else None
 
 

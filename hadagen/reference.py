@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hadagen.bits import Reals, decode, encode
-from hadagen.operands import Values
+from hadagen.operands import Values, prologue_of
 from hadagen.problem import LARGE, DType, Problem
 
 INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
@@ -28,12 +28,14 @@ def verification_scale(problem: Problem) -> float:
 
 
 def transform(problem: Problem, x: Reals, scale: float, operands: Values) -> Reals:
-    """The transform of a problem over the last dimension of x, in float64."""
+    """The transform of a problem over the last dimension of x, in float64, after its prologue."""
 
     def signs(name: str) -> Reals:
         packed = operands.get(name, np.zeros(-(-problem.n // 8), np.uint8))
         return 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little").astype(np.float64)
 
+    if prologue := prologue_of(problem):
+        x = prologue.results(problem, x, operands)["x"]
     y = hadamard((x * signs("signs_before")).reshape(-1, problem.length), scale)
     if problem.order > 1:
         y = operands["matrix"].astype(np.float64) @ y.reshape(-1, problem.order, problem.length)

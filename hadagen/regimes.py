@@ -13,6 +13,7 @@ from enum import Enum
 from functools import lru_cache
 
 from hadagen.launch import RowShape
+from hadagen.operands import operands_of
 from hadagen.problem import Problem, Rows
 
 
@@ -110,8 +111,16 @@ def quantized_bytes(problem: Problem, elements: int) -> tuple[int, int]:
 
 def touched_bytes(problem: Problem, elements: int, destination: Destination) -> int:
     """Bytes that one launch touches, each counted once."""
-    read = buffer_bytes(problem, elements)
-    return read if destination is Destination.IN_PLACE else read + (sum(quantized_bytes(problem, elements)) or read)
+    read, others = buffer_bytes(problem, elements), sum(bytes_besides(problem, elements))
+    written = 0 if destination is Destination.IN_PLACE else sum(quantized_bytes(problem, elements)) or read
+    return read + others + written
+
+
+def bytes_besides(problem: Problem, elements: int) -> tuple[int, int]:
+    """Bytes that a launch reads and writes besides x, and besides y or codes and scales: of operands like x."""
+    like_x = [operand.is_written for operand in operands_of(problem) if operand.like_x]
+    each = buffer_bytes(problem, elements)
+    return like_x.count(False) * each, like_x.count(True) * each
 
 
 def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:

@@ -13,9 +13,9 @@ from typing import Any
 
 from hadagen.arch import Arch
 from hadagen.errors import UsageError, shown
-from hadagen.knobs import HALF, KNOB_NAMES, LOAD, Knobs, plan_of
+from hadagen.knobs import HALF, KNOB_NAMES, LOAD, Knobs, KnobValue, plan_of
 from hadagen.layout import CHUNK_BITS, log2
-from hadagen.legality import RULES, Context, Rule
+from hadagen.legality import RULES, Context, Rule, Why, never_faster
 from hadagen.matrix_legality import MATRIX_RULES
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
@@ -38,14 +38,16 @@ def check_legal(problem: Problem, knobs: Knobs, arch: Arch) -> None:
             known = ", ".join(map(str, arch.search[name]))
             raise UsageError(f"knob {name} = {shown(value)} is not searched on {arch.name}; choose one of {known}")
     context = Context(problem, arch)
-    for rule in rules_for(problem):
+    for rule in rules_for(problem, arch):
         if why := rule.broken(context, knobs):
             raise UsageError(f"{problem.key} with {knobs}: {why}")
 
 
-def rules_for(problem: Problem) -> list[Rule]:
-    """The rules that say which knobs are legal together."""
-    return RULES if problem.order == 1 else MATRIX_RULES
+def rules_for(problem: Problem, arch: Arch) -> list[Rule]:
+    """The rules that say which knobs are legal together, in the order in which the knobs are chosen."""
+    matrix = problem.order > 1
+    rules = [*(MATRIX_RULES if matrix else RULES), *never_faster(arch, with_matrix=matrix)]
+    return sorted(rules, key=lambda rule: KNOB_NAMES.index(rule.last))
 
 
 def build_plan(problem: Problem, knobs: Knobs, arch: Arch) -> Plan:
@@ -159,10 +161,7 @@ class Space:
         each knob, then the next nearest, and so on. Some come twice."""
         others = []
         for name in KNOB_NAMES:
-            values = self.arch.search[name]
-            place = values.index(getattr(knobs, name))
-            ordered = sorted(values, key=lambda value: abs(values.index(value) - place))
-            others.append([(name, value) for value in ordered[1:]])
+            others.append([(name, value) for value in self._by_distance(name, getattr(knobs, name))[1:]])
         for name, value in filter(None, chain.from_iterable(zip_longest(*others))):
             if found := self._keeping(Knobs.from_dict({**knobs.to_dict(), name: value}), name):
                 yield found
@@ -176,12 +175,13 @@ class Space:
 
         A value that is not searched counts as the first of its range.
         """
-        ranges = []
-        for name in KNOB_NAMES:
-            values = self.arch.search[name]
-            place = values.index(wanted[name]) if wanted[name] in values else 0
-            ranges.append(sorted(values, key=lambda value: abs(values.index(value) - place)))
-        return self._walk(ranges, Counter())
+        return self._walk([self._by_distance(name, wanted[name]) for name in KNOB_NAMES], Counter())
+
+    def _by_distance(self, name: str, wanted: Any) -> list[KnobValue]:
+        """The values of a knob, nearest to the wanted one first."""
+        values = self.arch.search[name]
+        place = values.index(wanted) if wanted in values else 0
+        return sorted(values, key=lambda value: abs(values.index(value) - place))
 
     @cached_property
     def _enumerated(self) -> tuple[tuple[Knobs, ...], Counter[str]]:
@@ -189,22 +189,28 @@ class Space:
         return tuple(self._walk([self.arch.search[name] for name in KNOB_NAMES], reasons)), reasons
 
     @cached_property
-    def _rules(self) -> list[list[Rule]]:
-        """For each knob, the rules that can be checked once it is chosen."""
-        return [[rule for rule in rules_for(self.problem) if rule.last == name] for name in KNOB_NAMES]
+    def _rules(self) -> dict[tuple[str, KnobValue], list[Why]]:
+        """What can be checked once a knob has a value."""
+        found: dict[tuple[str, KnobValue], list[Why]] = defaultdict(list)
+        for rule in rules_for(self.problem, self.arch):
+            for value in rule.values:
+                found[rule.last, value].append(rule.why)
+        return found
 
     def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[str]) -> Iterator[Knobs]:
         """The legal choices, knob by knob in the order of `ranges`. Each rule is checked as soon as the knobs that it
         needs are chosen. So the choices of an illegal branch are counted, not walked."""
         below = [prod(map(len, ranges[i + 1 :])) for i in range(len(ranges))]
+        rules = self._rules
         chosen = Knobs()  # changed in place; rules do not look at knobs that are not chosen yet
         todo = [iter(ranges[0])]
         while todo:
             level = len(todo) - 1
+            name = KNOB_NAMES[level]
             for value in todo[level]:
-                object.__setattr__(chosen, KNOB_NAMES[level], value)
-                for rule in self._rules[level]:
-                    if why := rule.broken(self._context, chosen):
+                object.__setattr__(chosen, name, value)
+                for ask in rules[name, value]:
+                    if why := ask(self._context, chosen):
                         reasons[why] += below[level]
                         break
                 else:

@@ -18,7 +18,7 @@ from hadagen.formats import TENSOR
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import transform
-from hadagen.runtime import compute, kernels, streams, tables
+from hadagen.runtime import calls, kernels, streams, tables
 from hadagen.runtime.operands import packed_size, unpack_matrices
 from hadagen.scale import ScaleForm
 
@@ -138,7 +138,7 @@ class EmulatedDevice:
         self.form = ScaleForm.FLOAT16_FACTORS
         self.searches = 0
         tables.forget()
-        monkeypatch.setattr(compute, "takes_kernels", lambda x: x.numel() > 0)
+        monkeypatch.setattr(calls, "takes_kernels", lambda x: x.numel() > 0)
         monkeypatch.setattr(kernels, "find", self._find)
         monkeypatch.setattr(streams, "raw_stream", lambda device: 0)
         monkeypatch.setattr(streams, "current_device", lambda: -1)  # what PyTorch calls the CPU
@@ -155,6 +155,11 @@ class EmulatedDevice:
         form = self.form if problem.may_round_often else ScaleForm.FP32
         spec = replace(launch_for(problem), scale_form=form)
         return EmulatedKernel(problem, kind.in_place, spec, self.launched)
+
+    @property
+    def runs(self) -> int:
+        """How many different launches are remembered."""
+        return len({id(run) for run in tables.calls.values()})
 
     def ran(self) -> list[str]:
         """The names of the problems of the kernels that ran since this was asked last."""

@@ -7,7 +7,7 @@ import torch
 
 from hadagen import Match, Problem, best_config, driver, hadamard_transform
 from hadagen.problem import Rows, padded_length
-from hadagen.runtime import compute, kernels, tables
+from hadagen.runtime import kernels, tables
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -24,7 +24,7 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "found", {})
     monkeypatch.setattr(tables, "loaded", {})
     monkeypatch.setattr(kernels, "_unserved", set())
-    compute.calls.clear()
+    tables.forget()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:

@@ -14,6 +14,7 @@ import yaml
 
 from hadagen.arch import Arch, Feature, Limits, load_arch, read_arch
 from hadagen.errors import UsageError
+from hadagen.knobs import KNOB_VALUES
 from hadagen.target import ARCH_DIRECTORY, known_archs
 
 
@@ -146,6 +147,9 @@ def test_every_key_is_needed(key: str, values: dict[str, Any], read: Callable[[A
         ("search.warps", [3], "sm90.yaml: knob warps = 3 is not searched on sm90; choose one of 1, 2, 4, 8, 16, 32"),
         ("search.warps", [[1]], "sm90.yaml: search.warps.0"),
         ("search.warps", [], "sm90.yaml: knob warps is left no value to search; give at least one of 1, 2, 4"),
+        ("never_faster", [{"knobs": {"warps": [3]}, "why": "-"}], "sm90.yaml: knob warps = 3 is not searched on sm90"),
+        ("never_faster", [{"knobs": {"colour": [3]}, "why": "-"}], "sm90.yaml: knob 'colour' is not known"),
+        ("never_faster", [{"knobs": {}}], "sm90.yaml: never_faster.0.why is missing; add it"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_was_expected(
@@ -161,10 +165,9 @@ def test_a_wrong_value_is_named_with_what_was_expected(
     assert sentence in str(error.value)
 
 
-def test_a_missing_knob_is_named(values: dict[str, Any], read: Callable[[Any], Arch]) -> None:
-    del values["search"]["load"]
-    with pytest.raises(UsageError, match=r"search\.load is missing"):
-        read(values)
+def test_a_knob_that_a_file_does_not_name_has_all_its_values(read: Callable[[Any], Arch]) -> None:
+    arch = read({"like": "sm90", "nvcc_arch": "sm_90", "search": {"load": ["plain"]}})
+    assert arch.search == KNOB_VALUES | {"load": ("plain",), "min_blocks": load_arch("sm90").search["min_blocks"]}
 
 
 def test_a_value_is_read_as_its_kind(values: dict[str, Any], read: Callable[[Any], Arch]) -> None:

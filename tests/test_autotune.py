@@ -34,7 +34,7 @@ from hadagen.problem import Numerics, Problem, Rows
 from hadagen.programs import Stopped
 from hadagen.regimes import Destination
 from hadagen.runtime import autotune as asking
-from hadagen.runtime import bundles, compute, kernels, tables, warmup
+from hadagen.runtime import bundles, kernels, tables, warmup
 from hadagen.runtime.device import Device
 from hadagen.space import Space
 from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
@@ -563,8 +563,7 @@ def test_later_calls_of_this_process_run_the_new_winners(
     machine: Machine, loads: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.gpu, machine.arch = replace(A100, gpu="NVIDIA H800", compute_capability="9.0"), "sm90"
-    monkeypatch.setitem(compute.calls, ("a call",), None)
-    monkeypatch.setitem(compute._calls_into, ("another",), None)
+    monkeypatch.setitem(tables.calls, ("a call",), None)
     assert call(FAST) is None
     others = dict(tables.timed)
     assert call().entry.gpu == H100.gpu
@@ -573,8 +572,7 @@ def test_later_calls_of_this_process_run_the_new_winners(
     assert call().entry.gpu == "NVIDIA H800"
     assert tables.loaded.items() > loaded.items()  # graphs may hold them
     assert tables.timed.items() > others.items()
-    assert not compute.calls
-    assert not compute._calls_into
+    assert not tables.calls
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------

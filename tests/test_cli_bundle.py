@@ -227,7 +227,7 @@ def test_a_signature_of_something_else_is_a_failure(sample: Path, tmp_path: Path
     (key,) = public_keys(str(public))
     for named in ((), ("--key", public)):
         said = sentence(run("bundle", "verify", sample, *named), 1)
-        assert said == f"the signature of {sample} by {key.fingerprint} is not of what it holds; sign it again"
+        assert said == f"the signature of {sample} by {key.fingerprint} does not match its contents; sign it again"
     assert succeed("bundle", "list").splitlines()[-1].endswith(f"  {key.fingerprint} (wrong)")
 
 

@@ -27,7 +27,7 @@ import sanitize
 import torch
 from refresh_fleet import fleet_numbers
 from refresh_formats import accurate_codes_table
-from refresh_other_tables import invariant_table
+from refresh_other_tables import invariant_table, knobs_table
 from refresh_reliability import PROMISES, promises_table
 from refresh_rotations import parts_table, products_table, rotations_table
 from refresh_speed_tables import REGIMES, numbers
@@ -57,8 +57,11 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for page, parts in PARTS.items():
         text = "\n".join("\n".join((begin, files.NO_DATA, end)) for begin, end in map(refresh.markers, parts))
         (tmp_path / page).write_text(f"before\n{text}\nafter\n")
-    promised = {area: promises_table(area) for area in PROMISES}  # which is no measured data
-    files.RELIABILITY.write_text(refresh.refreshed(files.RELIABILITY, promised))
+    for page, known in (  # which is no measured data
+        (files.RELIABILITY, {area: promises_table(area) for area in PROMISES}),
+        (files.SEARCHING, {"knobs": knobs_table()}),
+    ):
+        page.write_text(refresh.refreshed(page, known))
     write_table(tmp_path / OURS, ours())
     for module in (refresh_times, refresh_speed_tables):
         monkeypatch.setattr(module, "our_rows", lambda: read_rows(tmp_path / OURS))
@@ -101,6 +104,7 @@ PARTS = {
     ),
     "experiments.md": ("choices", "pruned"),
     "search.md": ("search",),
+    "searching.md": ("knobs",),
     "fleets.md": ("fleet",),
     "reliability.md": tuple(PROMISES),
 }

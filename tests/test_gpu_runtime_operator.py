@@ -7,7 +7,7 @@ import torch
 from gpu_tensors import assert_good, kernels_for_this_gpu, normal
 
 from hadagen import hadamard_transform
-from hadagen.runtime import operator
+from hadagen.runtime.compute import HADAMARD
 
 __all__ = ["kernels_for_this_gpu"]  # a fixture
 pytestmark = pytest.mark.gpu
@@ -36,10 +36,10 @@ def test_compile() -> None:
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_operator_keeps_the_rules_of_pytorch(requires_grad: bool) -> None:
     x = normal(16, 256, dtype=torch.float32).requires_grad_(requires_grad)
-    torch.library.opcheck(operator.functional, (x, 1 / 16, "accurate"))
-    torch.library.opcheck(operator.in_place, (x.clone(), 1 / 16, "accurate"))
+    torch.library.opcheck(HADAMARD.functional, (x, 1 / 16, "accurate"))
+    torch.library.opcheck(HADAMARD.in_place, (x.clone(), 1 / 16, "accurate"))
     if not requires_grad:
-        torch.library.opcheck(operator.into, (x, 1 / 16, "accurate", x.clone()))
+        torch.library.opcheck(HADAMARD.into, (x, 1 / 16, "accurate", x.clone()))
 
 
 def test_compile_with_inductor() -> None:

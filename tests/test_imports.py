@@ -25,22 +25,22 @@ TABLE = """
     scale            |                                                     |
     matrices         | errors                                              |
     launch           | scale errors                                        |
-    operands         | launch problem formats quantizer                    | numpy torch
-    regimes          | problem launch                                      |
+    bits             | problem                                             | numpy
+    operands         | launch problem formats quantizer bits errors        | numpy torch
+    regimes          | operands problem launch                             |
     accuracy         | quantizer problem formats                           | torch
     trial            | regimes problem launch                              |
     target           | errors                                              |
     layout           |                                                     |
     steps            | operands layout problem formats scale launch                 | numpy
     plan             | steps layout problem launch errors                  |
-    knobs            | plan steps layout problem formats errors            |
+    knobs            | operands plan steps layout problem formats errors            |
     arch             | knobs target errors                                 | pydantic yaml
     legality         | knobs steps layout arch problem                     |
     matrix_legality  | legality knobs steps layout problem                 |
     space            | matrix_legality legality knobs plan steps layout arch problem errors |
     templates        |                                                     |
     codegen          | plan steps layout launch problem                       | jinja2
-    bits             | problem                                             | numpy
     reference        | operands bits problem                                 | numpy
     cache            | owners errors                                       |
     programs         | errors                                              |

@@ -23,7 +23,7 @@ from hadagen.emulator import RESIDENT_CLUSTERS, EmulationError, HostModule, comp
 from hadagen.formats import TENSOR
 from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import LaunchSpec, RowShape, Source
-from hadagen.operands import kernel_operands, params_for, verification_operands
+from hadagen.operands import kernel_operands, operands_of, params_for, verification_operands
 from hadagen.problem import Problem
 from hadagen.tuning_db.bundle import Bundle
 
@@ -54,10 +54,23 @@ class EmulatedLaunch:
         for name, array in kernel_operands(problem, verification_operands(problem)).items():
             if operands[name]:
                 given[name] = memory_at(operands[name], array.nbytes)
-        numbers = {param.name for param in self.spec.params} - {"x", "y", "elements", "scale_word", "scales", *given}
+        outputs: dict[str, Any] = {}
+        for each in (each for each in operands_of(problem) if each.like_x):
+            rows_of = memory_at(operands[each.name], elements * problem.io.input.bytes)
+            given[each.name] = rows_of
+            if each.is_written:
+                outputs[each.name] = given.pop(each.name), rows_of.nbytes
+        numbers = {param.name for param in self.spec.params} - {
+            "x",
+            "y",
+            "elements",
+            "scale_word",
+            "scales",
+            *given,
+            *outputs,
+        }
         given |= {name: operands[name] for name in numbers if name in operands}
         source = array_at(x, (count - 1) * x_pitch + columns, problem.io.input)
-        scales = None
         if form is None:
             out = array_at(y, (count - 1) * y_pitch + columns, problem.io.input)
         else:
@@ -68,7 +81,7 @@ class EmulatedLaunch:
             if form.group != TENSOR:
                 size = form.scale_bytes(problem.io.input.bytes)
                 room = quantizer.room(units, groups, form.layout, size)
-                scales = memory_at(operands["scales"], room * size), units * groups * size
+                outputs["scales"] = memory_at(operands["scales"], room * size), units * groups * size
         report = self.module.run(
             self.source.entry,
             self.spec,
@@ -79,7 +92,7 @@ class EmulatedLaunch:
             rows=count if self.spec.reads_rows else 0,
             shape=rows if self.spec.reads_rows else None,
             operands=given,
-            scales=scales,
+            outputs=outputs,
         )
         if report.complaint:
             raise EmulationError(report.complaint)

@@ -190,7 +190,7 @@ def started(*before: int, **fields: Any) -> Plan:
 TO_STORE = (Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1)), Scale(), Store())
 OVER_BLOCKS = dataclasses.replace(whole_rows().steps[1], reg=2)
 LATE = (0, 2, 1, *range(3, len(normalized().steps)))
-ONCE = "the next kernel is let start once, after the load, and not in a loop"
+ONCE = "the next kernel is let start once, and after the load"
 NO_LEVEL = "only normalized values are in the range of a float16"
 # Why a plan is refused, and what makes it.
 REFUSED: list[tuple[str, Callable[[], Plan]]] = [
@@ -257,9 +257,9 @@ REFUSED: list[tuple[str, Callable[[], Plan]]] = [
         ),
     ),
     ("rounds once", lambda: instead(split(), Scale, Round(), Widen(), Scale())),
-    ("the order of tiles", lambda: dataclasses.replace(split(ahead=8), persistent=True)),
+    ("do not take tiles in order", lambda: dataclasses.replace(split(ahead=8), persistent=True)),
     (
-        "the order of tiles",
+        "pitched rows lie anywhere",
         lambda: dataclasses.replace(split(ahead=8), problem=split().problem.with_io(rows=Rows.PITCHED)),
     ),
     ("all chunks meet from the exchange on", lambda: dataclasses.replace(worked_example(), order="by_group")),
@@ -290,7 +290,7 @@ REFUSED: list[tuple[str, Callable[[], Plan]]] = [
     ("there is one block", lambda: altered(tf32(), Mma, over_blocks=True)),
     (ONCE, lambda: started(0)),
     (ONCE, lambda: started(1, 1)),
-    (ONCE, lambda: started(1, persistent=True)),
+    ("blocks that loop leave no room for the next kernel's", lambda: started(1, persistent=True)),
 ]
 
 

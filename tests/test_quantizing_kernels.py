@@ -23,7 +23,7 @@ from hadagen.plan import interpret
 from hadagen.problem import Problem
 from hadagen.quantizer import memory_of, quantize
 from hadagen.reference import hadamard, transform
-from hadagen.runtime import compute, quantizing
+from hadagen.runtime import calls, codes
 from hadagen.space import Space, build_plan
 
 ARCH = load_arch("sm90")
@@ -144,11 +144,9 @@ def check(
 def test_the_kernel_that_a_rotation_asks_for(
     rotation: Rotation, to: str, key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(calls, "takes_kernels", lambda x: True)
     x = torch.empty(2, rotation.n, dtype=torch.float16)
-    problem = quantizing.problem_for(
-        x, rotation.operands_for(x, 1.0), Format.choose(to, None, None, "row-major"), False
-    )
+    problem = codes.problem_for(x, rotation.operands_for(x, 1.0), Format.choose(to, None, None, "row-major"), False)
     assert (problem and problem.key) == key
 
 

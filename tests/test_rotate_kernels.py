@@ -203,7 +203,7 @@ def test_a_call_that_comes_again_is_one_look_up(
     with pytest.raises(TypeError):
         r(normal(4, 224, dtype=HALF), inplace=inplace)  # a new call, which would be checked
     tables.forget()
-    assert not rotate.calls
+    assert not tables.calls
 
 
 def test_other_operands_are_another_call(device: EmulatedDevice) -> None:

@@ -9,6 +9,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -590,7 +591,8 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
 
 
 def test_a_result_is_not_written_over_the_buffers_of_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    signed, given = Rotation(32, signs=some_signs(32)), Rotation(6, torch.rand(3, 3) + torch.eye(3))
+    signed, given = Rotation(32, signs=some_signs(32)), Rotation(6, torch.eye(3) + 0.25)
+    run = SimpleNamespace(over=lambda x, _: x.zero_())
     for r, name in ((signed, "packed_signs"), (given, "packed_matrices")):
         buffer = r.get_buffer(name)
         before = buffer.clone()
@@ -603,7 +605,7 @@ def test_a_result_is_not_written_over_the_buffers_of_the_rotation(monkeypatch: p
         r(x.clone(), inplace=True)
         # A call that comes again, whose kernel is known.
         with monkeypatch.context() as patch:
-            patch.setattr("hadagen.runtime.rotation.calls", defaultdict(lambda: lambda given, _: given.zero_()))
+            patch.setattr("hadagen.runtime.tables.calls", defaultdict(lambda: run))
             assert not r(x.clone(), inplace=True).any()
             for part in (values, buffer[48:][: 2 * r.n].view(torch.float16)):
                 with pytest.raises(TensorError, match=f"x shares memory with {name} of the rotation"):

@@ -28,7 +28,7 @@ from hadagen.errors import NoCompilerError, StorageError
 from hadagen.launch import ENTRY
 from hadagen.problem import Problem, Transform
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, compute, kernels, loading, streams, tables, warmup
+from hadagen.runtime import bundles, calls, kernels, loading, streams, tables, warmup
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.trial import Environment, Kernel, Provenance, recipe_digest
@@ -290,7 +290,7 @@ def test_a_gpu_that_no_bundle_serves_is_told_of_once(
 def test_compiled_code_tells_of_it_when_it_runs(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one graph, which is traced without a word."""
     monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm80", "NVIDIA A100"))
-    monkeypatch.setattr(compute, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(calls, "takes_kernels", lambda x: True)
     traced = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -399,7 +399,7 @@ def machine(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(warmup, "cuda_index", lambda device: {None: 0, "cuda:1": 1}.get(device))
     monkeypatch.setattr(warmup, "_row", lambda columns, dtype, device: torch.empty(1, columns, dtype=dtype))
-    monkeypatch.setattr(compute, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(calls, "takes_kernels", lambda x: True)
     return loader
 
 

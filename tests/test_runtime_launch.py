@@ -20,7 +20,7 @@ from hadagen import hadamard_transform
 from hadagen.compat import hadacore
 from hadagen.errors import TensorError
 from hadagen.problem import Rows
-from hadagen.runtime import compute, tables
+from hadagen.runtime import calls, compute, tables
 from hadagen.scale import ScaleForm
 
 __all__ = ["device"]  # a fixture
@@ -147,11 +147,11 @@ def test_a_call_that_comes_again_is_one_look_up(device: EmulatedDevice, monkeypa
     x = normal(3, 64, dtype=HALF)
     hadamard_transform(x, 0.5)
     searches = device.searches
-    monkeypatch.setattr("hadagen.runtime.operator.functional", None)  # the dispatcher is not asked
+    monkeypatch.setattr("hadagen.runtime.compute.HADAMARD.functional", None)  # the dispatcher is not asked
     for again in (x, x.clone()):
         assert same(hadamard_transform(again, 0.5), padded(x, 0.5))
     assert device.searches == searches
-    assert len(compute.calls) == 1
+    assert len(tables.calls) == 1
 
 
 @pytest.mark.parametrize("scale", [1, np.float32(1.0), Fraction(1)], ids=repr)
@@ -160,7 +160,7 @@ def test_a_number_of_another_kind_is_the_same_call(scale: Any, device: EmulatedD
     for _ in range(2):
         for each in (scale, 1.0):
             assert same(hadamard_transform(x, each), padded(x))
-    assert (device.searches, len(compute.calls)) == (1, 1)
+    assert (device.searches, len(tables.calls)) == (1, 1)
 
 
 @pytest.mark.parametrize("scale", [Decimal(1), 1 + 0j, np.True_], ids=repr)
@@ -210,11 +210,11 @@ def test_how_far_apart_a_single_row_lies_from_others_is_no_matter(device: Emulat
 
 
 def test_known_calls_are_not_kept_without_end(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_MAX_CALLS", 10)
+    monkeypatch.setattr(calls, "_MAX_CALLS", 10)
     for rows in range(1, 30):
         x = normal(rows, 8, dtype=HALF)
         assert same(hadamard_transform(x), padded(x))
-        assert len(compute.calls) <= 10
+        assert len(tables.calls) <= 10
 
 
 def test_gradients_past_the_dispatcher(device: EmulatedDevice) -> None:
@@ -332,7 +332,7 @@ import torch, hadagen
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, tables
 hadagen.hadamard_transform(torch.randn(3, 8))
-remembered = (tables.timed, tables.found, tables.loaded, tables.unfit, compute.calls, compute._calls_into)
+remembered = (tables.timed, tables.found, tables.loaded, tables.unfit, tables.calls)
 for table in remembered:
     table["key"] = "of the parent"
 tables.lock.acquire()

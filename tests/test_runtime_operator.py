@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hadagen import hadamard_transform
 from hadagen.errors import TensorError, UsageError
-from hadagen.runtime import operator
+from hadagen.runtime import compute
+from hadagen.runtime.compute import HADAMARD
 
 SIZES = [8, 6]  # and one whose rows are zero-padded
 
@@ -50,10 +51,10 @@ def test_every_check_of_an_operator(view: str, dtype: torch.dtype, numerics: str
     tolerances: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2}
     if tolerances.keys() - inspect.signature(torch.library.opcheck).parameters.keys():
         tolerances = {}
-    torch.library.opcheck(operator.functional, (x, 0.5, numerics), **tolerances)
-    torch.library.opcheck(operator.in_place, (x.clone(), 0.5, numerics), **tolerances)
+    torch.library.opcheck(HADAMARD.functional, (x, 0.5, numerics), **tolerances)
+    torch.library.opcheck(HADAMARD.in_place, (x.clone(), 0.5, numerics), **tolerances)
     if not requires_grad:
-        torch.library.opcheck(operator.into, (x, 0.5, numerics, x.clone()), **tolerances)
+        torch.library.opcheck(HADAMARD.into, (x, 0.5, numerics, x.clone()), **tolerances)
 
 
 def test_autocast_leaves_the_type() -> None:
@@ -95,7 +96,7 @@ def test_bad_input_is_the_same_sentence_everywhere(
     arguments: tuple[Any, ...], kind: type[Exception], message: str
 ) -> None:
     x, scale, numerics = arguments
-    for call in (operator.functional, operator.in_place):
+    for call in (HADAMARD.functional, HADAMARD.in_place):
         for tensor in (x, x.to("meta")):
             with pytest.raises(kind, match=message):
                 call(tensor, scale, numerics)
@@ -108,14 +109,14 @@ def test_an_out_unlike_x_is_the_same_sentence_everywhere(out: torch.Tensor) -> N
     x = torch.ones(2, 8)
     for where in ("cpu", "meta"):
         with pytest.raises(TensorError, match="pass an out like x"):
-            operator.into(x.to(where), 1.0, "accurate", out.to(where))
+            HADAMARD.into(x.to(where), 1.0, "accurate", out.to(where))
 
 
 def test_a_scalar_must_be_real() -> None:
-    for call in (operator.functional, operator.in_place):
+    for call in (HADAMARD.functional, HADAMARD.in_place):
         with pytest.raises(TypeError, match="scale is a complex; pass a real number"):
             call(torch.ones(2, 8), 1j, "accurate")
-    assert torch.equal(operator.functional(torch.ones(2, 8), 2, "accurate"), hadamard_transform(torch.ones(2, 8), 2.0))
+    assert torch.equal(HADAMARD.functional(torch.ones(2, 8), 2, "accurate"), hadamard_transform(torch.ones(2, 8), 2.0))
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
@@ -138,8 +139,8 @@ def test_derivatives(function: Callable[[torch.Tensor], torch.Tensor], m: int) -
 
 def test_the_gradient_keeps_the_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    real = operator.compute
-    monkeypatch.setattr(operator, "compute", lambda *args: (seen.append(args[1].numerics), real(*args))[1])
+    real = compute.compute
+    monkeypatch.setattr(compute, "compute", lambda *args: (seen.append(args[1].numerics), real(*args))[1])
     hadamard_transform(normal(3, 8).requires_grad_(), numerics="fast").sum().backward()
     assert seen == ["fast", "fast"]
 
@@ -198,14 +199,14 @@ class Watched(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function is operator.functional
+        assert function is HADAMARD.functional
         x, *options = args
         return Watched(function(x.inner, *options))
 
 
 def test_nothing_else_is_asked_of_a_subclass() -> None:
     x = normal(3, 8)
-    assert torch.equal(operator.functional(Watched(x), 0.5, "accurate").inner, hadamard_transform(x, 0.5))
+    assert torch.equal(HADAMARD.functional(Watched(x), 0.5, "accurate").inner, hadamard_transform(x, 0.5))
 
 
 def test_a_trace_within_a_dual_level_has_nothing_else() -> None:

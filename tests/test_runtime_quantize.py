@@ -13,7 +13,8 @@ import hadagen
 from hadagen import Rotation, TensorError, presets, rotate_quantize
 from hadagen.formats import KERNEL_LAYOUTS, TENSOR, Layout
 from hadagen.quantizer import memory_of
-from hadagen.runtime import kernels, quantize, quantizing, tables, warmup
+from hadagen.runtime import kernels, tables, warmup
+from hadagen.runtime.calls import Run
 from hadagen.runtime.quantized import Quantized
 
 __all__ = ["device"]  # a fixture
@@ -44,12 +45,11 @@ def test_a_kernel_writes_into_out(
     x = normal(2, 3, N, dtype=HALF)
     options = {"to": name, "rule": rule, "layout": layout, **scale_for(name, x, rule)}
     wanted = rotate_quantize(x, 128, **options)
-    monkeypatch.setattr(quantize, "copy_into", None)
-    monkeypatch.setattr(quantizing, "copy_into", None)
+    monkeypatch.setattr(Run, "new", None)
     device.launched.clear()
     for is_known in (True, True, False):
         if not is_known:
-            quantize._calls.clear()
+            tables.forget()
         out = new_out(wanted)
         versions = out.codes._version, out.scales._version
         found = rotate_quantize(x, 128, out=out, **options)
@@ -85,7 +85,7 @@ def test_out_at_any_address(device: EmulatedDevice) -> None:
 def test_known_calls_check_out(device: EmulatedDevice) -> None:
     x = normal(6, N, dtype=HALF)
     good = rotate_quantize(x, to="fp8-group", layout="column-major")
-    assert len(quantize._calls) == 1
+    assert device.runs == 1
     for out, message in (
         ((good.codes[:5], good.scales), "out.codes is "),
         ((good.codes, good.scales.contiguous()), "out.scales is strided float32 .6, 2. with the strides .2, 1. on cpu"),
@@ -104,13 +104,18 @@ def test_permuted_rows_are_not_copied(
     x = permuted(normal(2, 3, 5, N, dtype=HALF))
     wanted = rotate_quantize(x.contiguous(), R, to=name, **scale_for(name, x))
     sources: list[int] = []
-    start = quantizing.Run._start
+    new, write = Run.new, Run.into
 
-    def note(run: Any, address: int, *others: Any) -> None:
+    def note_new(run: Run, address: int, *others: int) -> Any:
         sources.append(address)
-        start(run, address, *others)
+        return new(run, address, *others)
 
-    monkeypatch.setattr(quantizing.Run, "_start", note)
+    def note_into(run: Run, out: Any, address: int, *others: int) -> None:
+        sources.append(address)
+        write(run, out, address, *others)
+
+    monkeypatch.setattr(Run, "new", note_new)
+    monkeypatch.setattr(Run, "into", note_into)
     for _ in range(2):
         found = rotate_quantize(x, R, to=name, **scale_for(name, x))
         assert found.codes.stride()[:-1] == tuple(each // (N // found.codes.shape[-1]) for each in x.stride()[:-1])
@@ -121,7 +126,7 @@ def test_permuted_rows_are_not_copied(
         assert torch.equal(into.codes.contiguous().view(torch.uint8), wanted.codes.view(torch.uint8))
         assert torch.equal(into.scales, wanted.scales)
     assert sources == [x.data_ptr()] * 4
-    assert len(quantize._calls) == 2
+    assert device.runs == 2
 
 
 @pytest.mark.parametrize(
@@ -154,7 +159,7 @@ def test_a_kernel_finds_largest_magnitudes(group: int | None, device: EmulatedDe
         values = hadagen.hadamard_transform(x.float().unflatten(-1, (-1, 64)), 0.125).flatten(-2).abs()
         wanted = values.unflatten(-1, (-1, group or N)).amax(-1)
         assert torch.allclose(found.scales, wanted if group else wanted[..., 0], rtol=1e-6)
-    assert len(quantize._calls) == 1
+    assert device.runs == 1
 
 
 @pytest.mark.parametrize("rule", ["exact", "fa3"])
@@ -173,7 +178,7 @@ def test_a_kernel_takes_scales_of_heads(rule: str, device: EmulatedDevice) -> No
                 wanted = rotate_quantize(x, 64, to="fp8-head", rule=rule, tensor_scale=of_rows)
                 assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
                 assert torch.equal(found.scales, given)
-    assert len(quantize._calls) == 3  # of x that is not copied
+    assert device.runs == 6  # for x, and for a copy of x
     device.launched.clear()
     rotate_quantize(normal(4, 8, dtype=HALF), to="fp8-head", tensor_scale=torch.ones(4))
     assert device.ran() == []

@@ -73,12 +73,12 @@ def test_launches_stay_in_memory_that_ends_where_the_rows_do() -> None:
             assert len(x) == (rows - 1) * x_pitch + columns
             whole_codes = case.elements * form.element.bits // 8 if form else 0
             assert len(y) == (whole_codes or (rows - 1) * y_pitch + columns)
-            scales = None
+            outputs = {}
             if "scales" in arrays:
                 units = case.elements // problem.unit
                 of_one = form.scale_bytes(problem.io.input.bytes) * (form.group != TENSOR)
                 whole = array_of(arrays.pop("scales"), np.uint8)
-                scales = whole, units * form.scales_in_row(problem.unit) * of_one
+                outputs["scales"] = whole, units * form.scales_in_row(problem.unit) * of_one
             report = module.run(
                 source.entry,
                 launch,
@@ -89,7 +89,7 @@ def test_launches_stay_in_memory_that_ends_where_the_rows_do() -> None:
                 rows=rows if launch.reads_rows else 0,
                 shape=case.shape if launch.reads_rows else None,
                 operands={**{name: array_of(each, np.uint8) for name, each in arrays.items()}, **case.numbers},
-                scales=scales,
+                outputs=outputs,
             )
             assert report.complaint == ""
 

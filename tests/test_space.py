@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import ARCH, draw, legal_in, seeds_of, space_of
 
-from hadagen.arch import Arch, load_arch
+from hadagen.arch import Arch, NeverFaster, load_arch
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.legality import Context
@@ -44,6 +44,19 @@ def test_no_two_legal_choices_mean_the_same_plan(problem: Problem) -> None:
     legal = random.Random(1).sample(legal, min(400, len(legal)))
     digests = {build_plan(problem, knobs, ARCH).digest for knobs in legal}
     assert len(digests) == len(legal)
+
+
+def test_what_was_never_faster_is_left_out_with_the_reason_of_the_arch() -> None:
+    problem, knobs = Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(warps=8, load="bulk")
+    slow = NeverFaster({"load": ("bulk", "cp_async"), "warps": (8,)}, "eight warps wait")
+    others = tuple(replace(slow, with_matrix=with_matrix) for with_matrix in (False, True))
+    build_plan(problem, knobs, replace(ARCH, never_faster=(others[1],)))
+    narrow = replace(ARCH, never_faster=others[:1])
+    check(problem, knobs, "eight warps wait", narrow)
+    build_plan(problem, replace(knobs, warps=4), narrow)
+    all_of, fewer = (Space(problem, arch).report() for arch in (replace(ARCH, never_faster=()), narrow))
+    assert fewer.reasons["eight warps wait"] > 0
+    assert fewer.legal < all_of.legal
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
@@ -441,7 +454,7 @@ def test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say(problem: Proble
     some = random.Random(2).sample(space.legal, min(150 if arch is ARCH else 20, len(space.legal)))
     for knobs in some:
         changed = {name: [replace(knobs, **{name: value}) for value in arch.search[name]] for name in KNOB_NAMES}
-        for rule in rules_for(problem):
+        for rule in rules_for(problem, arch):
             for name in KNOB_NAMES[KNOB_NAMES.index(rule.last) + 1 :]:
                 assert not any(rule.broken(context, other) for other in changed[name]), (knobs, rule.last, name)
 

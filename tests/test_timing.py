@@ -174,7 +174,7 @@ def copies_as_many_bytes(module: HostModule, source: Source) -> None:
             codes,
             scale=1.0,
             operands={"codes_of_vector": codes_of_vector, "vectors_of_scales": vectors_of_scales},
-            scales=(scales[: 4 * words], 4 * words),
+            outputs={"scales": (scales[: 4 * words], 4 * words)},
         )
         assert report.complaint == ""
 

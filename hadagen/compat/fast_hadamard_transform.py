@@ -3,8 +3,8 @@
     from hadagen.compat.fast_hadamard_transform import hadamard_transform
 
 These functions accept more than the originals: rows longer than 32768, float64, tensors on the CPU, second derivatives.
-Gradients of `hadamard_transform_20N`, `_28N` and `_40N` are right. The originals apply the matrix again, which is not
-symmetric.
+Gradients of `hadamard_transform_20N`, `_28N` and `_40N` are right. The originals multiply the gradient by the matrix
+instead of its transpose, and the matrix is not symmetric.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def hadamard_transform(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> to
 
 
 def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """The same by a product with the explicit matrix, in x's type. It is slow and takes O(m²) memory; for tests."""
+    """`hadamard_transform` as a product with the explicit matrix, in x's type. For tests: it is slow and takes O(m²)
+    memory."""
     # A TorchScript cannot call the checks, and its scale is always a float.
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         if stands_for_a_tensor(x):

@@ -4,7 +4,7 @@
     from hadagen.compat.hadacore import hadacore_transform  # for: from vllm._custom_ops import …
 
 These functions accept more than the originals: rows longer than 32768, float32 and float64, tensors on the CPU, any
-strides and numbers of rows. Results round once. They have gradients, which those of the originals do not.
+strides and numbers of rows. Results are rounded once. They have gradients; results of the originals have none.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     from hadagen.compat import quarot as hadamard_utils
 
 These functions run on any device, take any strides, compute in float32 (float64 for float64), round once and have right
-gradients. Where the originals stop with an AssertionError, these raise a `UsageError`.
+gradients. The originals raise AssertionError for an impossible n; these functions raise `UsageError`.
 """
 
 from __future__ import annotations
@@ -134,11 +134,11 @@ def apply_exact_had_to_linear(
 ) -> None:
     """Folds a rotation into the weight of a layer, in place, on the device where the weight is.
 
-    had_dim: -1 rotates the whole input or output, as `matmul_hadU` does. A power of two rotates each block of so many
+    had_dim: -1 rotates the whole input or output, as `matmul_hadU` does. A power of two rotates each block of had_dim
         features, such as a head.
-    output: rotate the output instead of the input. The bias is left as it is, as in the original.
-    R2: SpinQuant's matrix [had_dim, had_dim] of real numbers, on any device, which the blocks are multiplied by
-        instead. Not used if had_dim is -1, as in the original.
+    output: rotate the output instead of the input. The bias is left as it is, as in the original. R2: SpinQuant's
+        matrix [had_dim, had_dim] of real numbers, on any device. Blocks are multiplied by R2 instead of H. R2 is
+        ignored if had_dim is -1, as in the original.
 
     Raises TypeError if the module is no torch.nn.Linear, or R2 no tensor; `UsageError` for a had_dim that is no power
     of two or does not divide the features; `TensorError` if R2 is not dense, real and [had_dim, had_dim].

@@ -2,7 +2,7 @@
 
     from hadagen.compat.sglang import hadamard_transform, hadamard_transform_12n  # for: from sgl_kernel import …
 
-They are those of `hadagen.compat.fast_hadamard_transform` by other names.
+All but `hadamard_transform_with_signs` are functions of `hadagen.compat.fast_hadamard_transform` by other names.
 """
 
 from __future__ import annotations

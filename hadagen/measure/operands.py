@@ -24,7 +24,8 @@ class DeviceOperands(dict[str, int]):
         super().__init__({each.name: 0 for each in operands_of(problem) if each.is_optional})
         self.device = device
         self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and what it must hold
-        for name, value in kernel_operands(problem, values).items():
+        like_x = {each.name for each in operands_of(problem) if each.like_x}  # which differ from launch to launch
+        for name, value in kernel_operands(problem, {k: v for k, v in values.items() if k not in like_x}).items():
             data = torch.from_numpy(value).flatten().view(torch.uint8)
             guard = torch.full((_GUARD,), _POISON, dtype=torch.uint8)
             content = torch.cat((guard, data, guard))

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,7 +30,7 @@ from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
 from hadagen.measure.operands import DeviceOperands
 from hadagen.measure.watch import Watch
-from hadagen.operands import MATRIX, Values, operands_of, sizes_for, verification_operands
+from hadagen.operands import MATRIX, Values, operands_of, sizes_for, verification_operands, written_of
 from hadagen.problem import Numerics, Problem, Rows
 from hadagen.reference import input_classes, transform, verification_scale
 from hadagen.regimes import timed_rows
@@ -127,10 +127,8 @@ def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
 def operand_sets(problem: Problem) -> list[Values]:
     """The operands to verify a problem with, those of most classes of input first: the matrix as it is, with signs;
     the matrix transposed, with signs; and no signs."""
-    operands, optional = (
-        verification_operands(problem),
-        [each.name for each in operands_of(problem) if each.is_optional],
-    )
+    operands = verification_operands(problem, _case_rows(problem))
+    optional = [each.name for each in operands_of(problem) if each.is_optional]
     sets: list[Values] = [operands]
     if MATRIX.is_taken(problem):
         sets.append({**operands, "matrix": operands["matrix"].T})
@@ -144,13 +142,19 @@ class _Case(NamedTuple):
 
     bits: torch.Tensor  # [rows, columns] int16 or int32
     reference: torch.Tensor  # [rows, columns] float64
+    inputs: dict[str, torch.Tensor]  # operands like x, by name: bits [rows, n]
+    written: dict[str, torch.Tensor]  # what else is written, by name: [rows, n] float64
 
     def rows(self, count: int) -> torch.Tensor:
         """The indices of `count` rows, repeated in turn."""
         return torch.arange(count, device=self.bits.device) % len(self.bits)
 
-    def to(self, device: torch.device) -> _Case:
-        return _Case(self.bits.to(device, copy=True), self.reference.to(device, copy=True))
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> _Case:
+        """The same with all tensors changed."""
+        inputs, written = (
+            {name: change(each) for name, each in several.items()} for several in (self.inputs, self.written)
+        )
+        return _Case(change(self.bits), change(self.reference), inputs, written)
 
 
 class _CaseKey(NamedTuple):
@@ -168,23 +172,33 @@ _Results = tuple[torch.Tensor, ...]
 _Cases = dict[_CaseKey, _Case]
 
 
+def _case_rows(problem: Problem) -> int:
+    """Rows of a case, an odd number."""
+    return _LEAST_ELEMENTS // problem.n | 1
+
+
 def _cases(problem: Problem, operands: list[Values]) -> _Cases:
     """Each class of input with the first operands, and the normal one with all others too."""
-    rows = _LEAST_ELEMENTS // problem.n + 1
-    rows += problem.order > 1 and rows % 2 == 0
+    like_x = [each for each in operands_of(problem) if each.like_x and not each.is_written]
     scale = verification_scale(problem)
     cases = {}
-    for name, values in input_classes(problem, rows).items():
+    for name, values in input_classes(problem, _case_rows(problem)).items():
         for columns in {arrangement.rows.columns for arrangement in arrangements(problem)}:
             if name == _WHOLE_CLASS and columns < problem.n:
                 continue
             padded = values.copy()
             padded[:, columns:] = 0.0
-            bits = torch.from_numpy(encode(problem.io.input, padded[:, :columns])).view(_BITS[problem.io.input.bytes])
+            bits = _bits(problem, encode(problem.io.input, padded[:, :columns]))
             for position, given in enumerate(operands if name == _LOOPED_CLASS else operands[:1]):
                 reference = torch.from_numpy(transform(problem, padded, scale, given)[:, :columns].copy())
-                cases[_CaseKey(name, columns, position)] = _Case(bits, reference)
+                inputs = {each.name: _bits(problem, each.packed(problem, given[each.name])) for each in like_x}
+                written = {key: torch.from_numpy(one) for key, one in written_of(problem, padded, given).items()}
+                cases[_CaseKey(name, columns, position)] = _Case(bits, reference, inputs, written)
     return cases
+
+
+def _bits(problem: Problem, encoded: Any) -> torch.Tensor:
+    return torch.from_numpy(encoded).view(_BITS[problem.io.input.bytes])
 
 
 @dataclass
@@ -248,8 +262,12 @@ class Verifier:
             self._operands = operand_sets(problem)
             self._host_cases, self._problem, self._device_cases = _cases(problem, self._operands), problem, {}
         if not self._device_cases:
-            self._device_cases = {key: case.to(self._device) for key, case in self._host_cases.items()}
+            copied = ((key, case.mapped(self._copied)) for key, case in self._host_cases.items())
+            self._device_cases = dict(copied)
         return self._device_cases
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, copy=True)
 
     def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Answer:
         counts = row_counts(kernel.spec, problem.unit, kernel.resident_blocks)
@@ -261,26 +279,35 @@ class Verifier:
                 continue
             operands, loops = given[key.operands], key.input_class == _LOOPED_CLASS and key.operands == 0
             rows = case.rows((counts.looped if loops else counts.base) * together)
-            x, reference = case.bits[rows], case.reference[rows]
+            taken = case.mapped(lambda each: each[rows])  # noqa: B023
             ways = [(arranged, False), (arranged.in_place, True)][: 1 if problem.io.form else 2]
-            several = [self.run(kernel, problem, x, operands, *way, findings) for way in ways]
+            several = [self.run(kernel, problem, taken.bits, operands, *way, findings, taken.inputs) for way in ways]
             errors = findings.errors.setdefault(key.input_class, [])
-            errors += [self._error(problem, results, reference) for results in several]
+            for results in several:
+                errors += self._errors(problem, results, taken)
             if loops or problem.io.form:
-                several.append(self.run(kernel, problem, x, operands, *ways[0], findings))
+                several.append(self.run(kernel, problem, taken.bits, operands, *ways[0], findings, taken.inputs))
             for other in several[1:]:
                 findings.repeated += _same_bits(other, several[0])
             for few, way in product(counts.few if loops else (), ways):
-                part = self.run(kernel, problem, x[: few * together], operands, *way, findings)
+                first = taken.mapped(lambda each: each[: few * together])  # noqa: B023
+                part = self.run(kernel, problem, first.bits, operands, *way, findings, first.inputs)
                 findings.fewer += _same_bits(part, several[0])
         findings.outside += [torch.tensor(each.are_whole(), device=self._device) for each in given]
         return _answer(problem, findings)
 
-    def _error(self, problem: Problem, results: _Results, reference: torch.Tensor) -> torch.Tensor:
+    def _errors(self, problem: Problem, results: _Results, case: _Case) -> list[torch.Tensor]:
+        """Of what a kernel makes of a case."""
+        dtype, second = TORCH_DTYPE[problem.io.input], len(results) - len(case.written)
+        norm = torch.linalg.vector_norm
+        errors = [
+            norm(found.view(dtype).double() - wanted) / norm(wanted)
+            for found, wanted in zip(results[second:], case.written.values(), strict=True)
+        ]
         if problem.io.form is None:
-            return error_of(problem, [results[0].view(TORCH_DTYPE[problem.io.input])], reference)
+            return [error_of(problem, [results[0].view(dtype)], case.reference), *errors]
         scale = quantizer.sample_scales(problem.io.form, len(results[0]), self._device)
-        return error_of(problem, results, reference, scale)
+        return [error_of(problem, results[:second], case.reference, scale), *errors]
 
     def run(
         self,
@@ -291,13 +318,22 @@ class Verifier:
         arranged: Arrangement,
         in_place: bool,
         findings: _Findings,
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> _Results:
         """What a kernel makes of the bits of rows, [rows, columns]: those of the transform; or codes [units, …] of each
-        `Problem.unit`, and their scales if groups have some. All other memory must be as it was before."""
+        `Problem.unit`, and their scales if groups have some; then the bits of what else it writes. inputs: the bits of
+        operands like x, by name. All other memory must be as it was before."""
         form, (_, x_pitch, y_pitch) = problem.io.form, arranged.rows
         source = self._rows(x, x_pitch, arranged.x_offset, is_output=in_place)
         source.view.copy_(x)
         units, addresses = x.numel() // problem.unit, dict(operands)
+        besides = {}
+        for each in (each for each in operands_of(problem) if each.like_x):
+            besides[each.name] = self._rows(x, x_pitch, 0, is_output=each.is_written)
+            if not each.is_written and inputs:
+                besides[each.name].view.copy_(inputs[each.name])
+            addresses[each.name] = besides[each.name].view.data_ptr()
+        second = [besides[each.name] for each in operands_of(problem) if each.like_x and each.is_written]
         if form is None:
             target = source if in_place else self._rows(x, y_pitch, arranged.y_offset, is_output=True)
             outputs = [target]
@@ -318,20 +354,21 @@ class Verifier:
                 "tensor_scale": 0 if scale is None else scale.data_ptr(),
                 **sizes_for(form, units, problem.unit),
             }
-        buffers = [source, *(each for each in outputs if each is not source)]
+        buffers = [source, *(each for each in outputs if each is not source), *besides.values()]
         before = [each.memory.clone() for each in buffers]
         elements = len(x) * problem.n
         self._watch.beat()
         places = source.view.data_ptr(), target.view.data_ptr()
         kernel.launch(self._stream, *places, elements, verification_scale(problem), arranged.rows, addresses)
         findings.outside += [each.is_whole(was) for each, was in zip(buffers, before, strict=True)]
+        others = [each.view.contiguous() for each in second]
         if form is None:
-            return (target.view.contiguous(),)
+            return target.view.contiguous(), *others
         codes = target.view.view(of_codes).view(units, -1)
         if form.group == TENSOR:
-            return (codes,)
+            return codes, *others
         laid_out = quantizer.arranged(scales.view.view(of_scales), units, groups, form.layout)
-        return codes, scales_in_rows(problem, laid_out, units)
+        return codes, scales_in_rows(problem, laid_out, units), *others
 
     def _rows(self, bits: torch.Tensor, pitch: int, offset: int, *, is_output: bool) -> _Buffer:
         """Memory for rows of bits, `pitch` elements apart and so many after a multiple of 16 bytes."""

@@ -39,13 +39,15 @@ def autotune(
     *,
     seconds: float = SECONDS,
 ) -> Path:
-    """Measure the kernels of one problem on a GPU, and keep the winners: later calls run them, in this process and in
-    others on this machine. Nothing else should use the GPU meanwhile.
+    """Measure the kernels of one problem on a GPU, and keep the winners for later calls.
+
+    The winners serve this process and others on this machine. Nothing else should use the GPU meanwhile.
 
     Known recipes are compiled, verified against float64 and timed at all element counts, and then their nearest
-    neighbours. The winners go to a bundle in the user's data directory. If any bundle has measured winners of the
-    problem on such a GPU, as the shipped ones have of some, this function returns at once; `hadagen tune` searches
-    further. Of several processes that call it, one measures, and the others wait for its result.
+    neighbours. The winners go to a bundle in the user's data directory. If any bundle has winners of the problem that
+    were measured on such a GPU, this function returns at once; shipped bundles have winners of some problems, and
+    `hadagen tune` searches further. If several processes call it, one process measures, and the others wait for its
+    result.
 
     problem: a `Problem`, its key, such as "n4096-float16-fast", or the arguments of `Problem.of`:
         {"n": 4096, "dtype": torch.float16, "numerics": "fast"}.

@@ -134,7 +134,7 @@ def best_config(
 
     If a kernel does not fit on the device, a call runs the next nearest instead. This function does not check that.
 
-    n: the last dimension of x, or a `Rotation`; with `to` what is rotated by: a `Rotation`, or a power of two, 1 for no
+    n: the last dimension of x, or a `Rotation`; with `to` the rotation: a `Rotation`, or a power of two, 1 for no
         rotation. Or a whole problem, without a dtype: a `Problem`, its key, such as "n4096-float16-fast", or the
         arguments of `Problem.of`, {"n": 4096, "dtype": torch.float16, "numerics": "fast"}. `best_config(problem, rows)`
         is possible then.
@@ -144,8 +144,8 @@ def best_config(
         of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch. Where neither the bundles nor hadagen know
         a GPU of that name, the `match` is ESTIMATED at best.
     inplace: whether the result overwrites the input.
-    batch_invariant: as in the call. If True, a `match` of GENERIC also stands for a call that raises, because others
-        have kernels.
+    batch_invariant: as in the call. If True, a `match` of GENERIC also stands for a call that raises, because only
+        calls that are not batch-invariant have kernels.
     order, signed: of a rotation by n elements: K, or 1 without a matrix, and whether it has signs. A `Rotation`, a
         `Problem` and a key say that themselves.
     to, columns, group, rule, layout, round_first: as for `warmup`, one format each.

@@ -21,7 +21,7 @@ from hadagen import driver
 from hadagen.errors import DeviceError
 from hadagen.launch import X, Y
 from hadagen.problem import Rows
-from hadagen.runtime import compute, kernels, operator, streams
+from hadagen.runtime import compute, kernels, streams
 from hadagen.runtime.device import cuda_index
 from hadagen.runtime.transform import hadamard_transform
 
@@ -104,8 +104,8 @@ def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[
         "in place": lambda: hadamard_transform(x, 0.5, inplace=True),
         "out of place": lambda: hadamard_transform(x, 0.5),
         "with gradients": lambda: hadamard_transform(leaf, 0.5),
-        "through the dispatcher": lambda: operator.functional(x, *options),
-        "through the dispatcher, with gradients": lambda: operator.functional(leaf, *options),
+        "through the dispatcher": lambda: compute.HADAMARD.functional(x, *options),
+        "through the dispatcher, with gradients": lambda: compute.HADAMARD.functional(leaf, *options),
         "torch.empty_like(x)": lambda: torch.empty_like(x),
         "x.clone()": lambda: x.clone(),
     }

@@ -6,14 +6,15 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from hadagen.driver import DoesNotFit, LoadedKernel
+from hadagen.driver import DoesNotFit, Launch, LoadedKernel
 from hadagen.errors import DeviceError, StorageError, ToolchainError, printable
 from hadagen.formats import Format
+from hadagen.launch import RowShape
 from hadagen.problem import MAX_LOG2_N, MAX_ORDER, Numerics, Problem, Rows
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles, tables
@@ -103,6 +104,19 @@ def choose(
 ) -> tuple[BundleEntry, Bundle | None] | None:
     wanted = kind.problem, kind.destination, elements, target, without
     return choose_from_bundles(*wanted, batch_invariant=kind.batch_invariant)[1]
+
+
+def prepared(
+    kind: Kind,
+    elements: int,
+    scale: float,
+    rows: RowShape,
+    operands: Mapping[str, int] | None = None,
+    changing: Sequence[str] = (),
+) -> Launch | None:
+    """The launch of the kernel that `find_for_scale` finds, as `LoadedKernel.prepared` makes it; None without one."""
+    kernel = find_for_scale(kind, elements, scale)
+    return None if kernel is None else kernel.prepared(elements, scale, rows, operands, changing)
 
 
 def timed_of(kind: Kind) -> list[int]:

@@ -19,16 +19,25 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_leaves
 
 from hadagen.errors import TensorError
+from hadagen.runtime.calls import Run, is_plain
 from hadagen.runtime.checks import check_like, check_tensor, is_functional, stands_for_a_tensor
 
 LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 
 _ASKED = {"x": "inplace=True", "out": "out="}
 _unpack_dual: Any = torch._C._VariableFunctions._unpack_dual  # looked up once, because that takes longer than the call
+
+
+def register(name: str, schema: str, real: Any, fake: Any, autograd: Any, *tags: torch.Tag) -> Any:
+    """Define an operator. fake: what it does with tensors without memory."""
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"hadagen::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.hadagen, name).default
 
 
 class LinearOperator:
@@ -57,39 +66,39 @@ class LinearOperator:
         self._options, self._compute, self._compute_into = options, compute, compute_into
         self._check, self.transpose = check, transpose
         self._out_at = required.count(",") + 1  # the dispatcher leaves out last arguments that are the default
-        for suffix, signature, real, fake, autograd in (
-            ("", f"(Tensor x, {required}, {defaulted}) -> Tensor", self._new, self._new_fake, self._new_autograd),
-            (
-                "_",
-                f"(Tensor(a!) x, {required}, {defaulted}) -> ()",
-                self._in_place,
-                self._in_place_fake,
-                self._in_place_autograd,
-            ),
-            (
-                "_out",
-                f"(Tensor x, {required}, Tensor(a!) out, {defaulted}) -> ()",
-                self._into,
-                self._into_fake,
-                self._into_autograd,
-            ),
-        ):
-            LIBRARY.define(name + suffix + signature, tags=(torch.Tag.pt2_compliant_tag,))
-            LIBRARY.impl(name + suffix, real, "CompositeExplicitAutograd")
-            LIBRARY.impl(name + suffix, fake, "Meta")
-            LIBRARY.impl(name + suffix, autograd, "Autograd")
+        self.functional, self.in_place, self.into = (
+            register(name + suffix, signature, real, fake, autograd)
+            for suffix, signature, real, fake, autograd in (
+                ("", f"(Tensor x, {required}, {defaulted}) -> Tensor", self._new, self._new_fake, self._new_autograd),
+                (
+                    "_",
+                    f"(Tensor(a!) x, {required}, {defaulted}) -> ()",
+                    self._in_place,
+                    self._in_place_fake,
+                    self._in_place_autograd,
+                ),
+                (
+                    "_out",
+                    f"(Tensor x, {required}, Tensor(a!) out, {defaulted}) -> ()",
+                    self._into,
+                    self._into_fake,
+                    self._into_autograd,
+                ),
+            )
+        )
         torch.library.register_vmap(f"hadagen::{name}", self._new_vmap, lib=LIBRARY)
         torch.library.register_vmap(f"hadagen::{name}_", self._in_place_vmap, lib=LIBRARY)
-        operators: Any = torch.ops.hadagen
-        self.functional: Any = getattr(operators, name).default
-        self.in_place: Any = getattr(operators, f"{name}_").default
-        self.into: Any = getattr(operators, f"{name}_out").default
 
     def apply(self, x: torch.Tensor, options: Any) -> torch.Tensor:
         """The operator; it bypasses the dispatcher if the dispatcher has nothing to do."""
         if has_only_memory(x) and not needs_derivative(x):
             return self._compute(x, options, False)
         result: torch.Tensor = self.functional(x, *options)
+        return result
+
+    def follow(self, x: torch.Tensor, run: Run) -> torch.Tensor:
+        """The result of a call that comes again and bypasses the dispatcher, with its derivative. x has no tangent."""
+        result: torch.Tensor = _New.apply(x, self, run.options, run)  # type: ignore[attr-defined]
         return result
 
     def dispatch(self, x: torch.Tensor, options: Any, inplace: bool, out: torch.Tensor | None) -> Any:
@@ -156,7 +165,7 @@ class LinearOperator:
 
     def _new_autograd(self, x: torch.Tensor, *options: Any) -> Any:
         if needs_derivative(x):
-            return _apply_at_one_level(_New, x, self, self._options(*options))
+            return _apply_at_one_level(_New, x, self, self._options(*options), None)
         return self.below_autograd(x, self._options(*options))
 
     def _in_place_autograd(self, x: torch.Tensor, *options: Any) -> None:
@@ -170,7 +179,7 @@ class LinearOperator:
             # torch.compile assumes that autograd need not know of an operator that writes to its input.
             x.copy_(self.functional(x, *options))
             return
-        _apply_at_one_level(_InPlace, x, self, self._options(*options))
+        _apply_at_one_level(_InPlace, x, self, self._options(*options), None)
 
     def _into_autograd(self, x: torch.Tensor, *arguments: Any) -> None:
         out = arguments[self._out_at]
@@ -194,19 +203,19 @@ class LinearOperator:
 
 # The dispatcher calls these when it has reached autograd, at one level of torch.func's transforms.
 # `torch.autograd.Function` would begin with those levels again; its base class handles one level.
-class OneLevelFunction(_SingleLevelFunction):
+class _OneLevelFunction(_SingleLevelFunction):
     _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key  # compiled autograd needs it
 
 
-class _New(OneLevelFunction):
+class _New(_OneLevelFunction):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, of: LinearOperator, options: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, of: LinearOperator, options: Any, run: Run | None = None) -> torch.Tensor:
         ctx.of, ctx.options = of, options
-        return of.below_autograd(x, options)
+        return of.below_autograd(x, options) if run is None else run.new(x.data_ptr())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.of.apply(gradient, ctx.of.transpose(ctx.options)), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.of.apply(gradient, ctx.of.transpose(ctx.options)), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
@@ -214,9 +223,9 @@ class _New(OneLevelFunction):
         return result
 
 
-class _InPlace(OneLevelFunction):
+class _InPlace(_OneLevelFunction):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, of: LinearOperator, options: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, of: LinearOperator, options: Any, _: None) -> torch.Tensor:
         ctx.of, ctx.options = of, options
         ctx.mark_dirty(x)
         with _next_level():
@@ -246,17 +255,7 @@ def _next_level() -> Iterator[None]:
 
 def has_only_memory(x: torch.Tensor) -> bool:
     """Whether x is a plain tensor with memory, and no mode, transform or trace watches the dispatcher."""
-    if (
-        torch.compiler.is_dynamo_compiling()
-        or type(x) is not torch.Tensor
-        or x.layout is not torch.strided
-        or x.is_nested
-        or has_torch_function_unary(x)
-        or x.is_neg()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-    ):
+    if not is_plain(x) or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
         return False
     try:
         return x.data_ptr() != 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -59,12 +59,6 @@ class Operands(NamedTuple):
         tensors = self.matrices, self.orders, self.signs, self.signs_after
         asked = self.scale * factor, numerics, batch_invariant
         return Operands(*tensors, self.n, self.swapped, self.transposed, *asked)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """The same for operands that are equal, or the same in memory."""
-        tensors = (None if each is None else (each.data_ptr(), each.dtype) for each in (self[0], *self[2:4]))
-        return *tensors, tuple(self.orders), *self[4:]
 
 
 def check(x: torch.Tensor, of: Operands) -> None:

@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError, shown
 from hadagen.formats import TENSOR, Format
 from hadagen.problem import Problem, Rows
-from hadagen.runtime import compute, kernels, quantizing, tables
+from hadagen.runtime import calls, kernels
 from hadagen.runtime.arguments import as_int
+from hadagen.runtime.calls import Run, number_of, problem_of
 from hadagen.runtime.checks import (
+    REAL,
     check_alike,
     check_is_flag,
     check_is_number,
     check_is_tensor,
     check_options,
     check_tensor,
-    check_writable,
-    is_functional,
     is_symbolic,
     kind_of,
     shape_of,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
+from hadagen.runtime.codes import (
+    INTO,
+    NAMES,
+    NEW,
+    check_free,
+    check_parts,
+    fill_up,
+    make,
+    parts_of,
+    problem_for,
+    written_of,
+)
+from hadagen.runtime.linear import has_only_memory, needs_derivative
 from hadagen.runtime.operands import Operands, check
 from hadagen.runtime.quantized import Quantized
-from hadagen.runtime.quantizing import copy_into, is_ready, order_of, parts_of, shaped
-from hadagen.runtime.repeat import ALIGNMENT
-from hadagen.runtime.rotate import ROTATE, problem_of, rotated
+from hadagen.runtime.rotate import ROTATE
 from hadagen.runtime.rotation import Rotation
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -60,120 +69,167 @@ def rotate_quantize(
     """Rotate the last dimension of x, and quantize the result.
 
     x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m.
-    rotation: a `hadagen.Rotation` of rows of m; or n, a power of two, for H_n · n^-½ over blocks of n; None for no
-        rotation. (`hadagen.presets` passes what a Rotation multiplies by.)
+    rotation: a `hadagen.Rotation` of rows of m elements; or n, a power of two, for H_n · n^-½ over blocks of n
+        elements; None for no rotation. (`hadagen.presets` passes operands of a Rotation.)
     to: the format. docs/quantization.md has the formats, their rules, groups and layouts.
     scale: for a Rotation and for None a factor on the values before they are quantized, 1 by default. For n the whole
         factor on H_n: by default n^-½, which makes it orthonormal; scale=1 is the unnormalized H_n.
-    group: how many neighboring elements have one scale; None is the default of the format.
-    rule: how a scale follows from the largest magnitude; None is the default of the format.
+    group: the group size, the number of neighboring elements with one scale; None is the default of the format.
+    rule: how a scale follows from amax, the largest magnitude of its group; None is the default of the format.
     layout: of the scales, "row-major", "column-major", "packed", "swizzled" or "batched-swizzled".
-    tensor_scale: for fp8-tensor the scale of all values; for nvfp4 that of all scales, or with the rule
-        transformer_engine the largest magnitude of all values. A number, or float32 with one element on x's device. For
-        fp8-head a scale for each head, or with the rule fa3 its largest magnitude: float32 on x's device, with the
-        shape x.shape[:k] of k ≥ 1 leading dimensions.
+    tensor_scale: for fp8-tensor the scale of all values; for nvfp4 the scale of all scales, or with the rule
+        transformer_engine the amax of all values. A number, or float32 with one element on x's device. For fp8-head the
+        scale of each head, or with the rule fa3 the amax of each head: float32 on x's device, with the shape
+        x.shape[:k] of k ≥ 1 leading dimensions.
     round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
-    gradient: whether what `dequantize` gives has gradients, where x requires one. The rotation is then computed twice,
+    gradient: whether the result of `dequantize` has gradients, if x requires one. The rotation is then computed twice,
         and its float32 values are kept.
     numerics: "accurate" keeps at least 16 significant bits of every value until codes are made, on every GPU; only the
         conversion to FP4 may look at fewer, as docs/quantization.md says. "fast" may round values to fewer bits between
         steps. float32 is always accurate.
-    batch_invariant: as for `hadagen.hadamard_transform`. Where kernels that quantize do not give the same bits in every
-        call, PyTorch does, with one RuntimeWarning. By default such calls are made if HADAGEN_BATCH_INVARIANT is 1.
-    out: codes and scales to write and return, like those that the call would make and without memory of x: what a call
-        returned, or a pair. For fp8-tensor and fp8-head its scales are not looked at.
+    batch_invariant: as for `hadagen.hadamard_transform`. If the kernels that quantize do not give the same bits in
+        every call, PyTorch quantizes, with one RuntimeWarning. The default is True if HADAGEN_BATCH_INVARIANT is 1.
+    out: the codes and scales to write and return: an earlier result, or a pair of tensors like the results of the call.
+        They must not share memory with x. For fp8-tensor and fp8-head, the scales of out are ignored.
 
-    Rotation and quantizer compute in float32, and codes are rounded half to even. What is larger than the largest code
-    becomes that. In formats without a code for NaN, a NaN gets 0, and an infinity the largest code. The E8M0 scale of a
-    group with either is 0xff, which is no number.
+    Rotation and quantizer compute in float32, and codes are rounded half to even. A value beyond the largest code gets
+    the largest code. In formats without a code for NaN, a NaN gets 0, and an infinity gets the largest code. The E8M0
+    scale of a group with a NaN or an infinity is 0xff, which stands for NaN.
 
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
     together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires a gradient
     where none is asked for, or for an out that is not like the result.
     """
-    check_is_flag(gradient, "gradient")
+    target = None if out is None else _destination(out)
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    check_is_flag(batch_invariant, "batch_invariant")
-    asked = numerics, bool(batch_invariant)
-    if gradient and isinstance(to, str) and to == "largest":
-        raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
-    destination = None if out is None else _destination(out)
-    if gradient:
-        _check_kind(x)
-    if gradient and needs_derivative(x):
-        quantized = rotate_quantize(
-            x.detach(),
-            rotation,
-            to=to,
-            scale=scale,
-            group=group,
-            rule=rule,
-            layout=layout,
-            tensor_scale=tensor_scale,
-            round_first=round_first,
-            numerics=numerics,
-            batch_invariant=batch_invariant,
-            out=out,
-        )
-        quantized._exact = _rotated(x, rotation, scale, *asked)
-        return quantized
-    key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first, *asked)
-    known = key and _calls.get(key)
-    if known and has_only_memory(x) and not needs_derivative(x):
-        form, run = known
-        given = _tensor_scale(tensor_scale, form, x) if form.needs_scale else None
-        if destination is None:
-            return _quantized(form, given, *run(x.data_ptr(), given))
-        written = _written(destination, form)
-        if all(has_only_memory(each) and not needs_derivative(each) for each in written):
-            _check_like(written, run.parts, x)
-            _check_apart(written, x, given, form, rotation)
-            _fill_up(written, form)
-            run.into(x.data_ptr(), given, written)
-            return _quantized(form, given, *destination)
-    check_values(x)
-    check_is_flag(round_first, "round_first")
-    form, columns = Format.choose(to, as_int(group), rule, layout), x.shape[-1]
-    form.scales_in_row(columns)
-    if form.element.bits == 4 and columns % 2:
-        raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
-    check_options(1.0 if scale is None else scale, numerics, torch.float32)
-    given = _tensor_scale(tensor_scale, form, x)
-    of = _operands(x, rotation, scale if scale is None or is_symbolic(scale) else float(scale), *asked)
-    values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
-    options = *values[:6], of.scale, *asked, form.name, form.group, form.rule, form.layout.value, round_first, given
-    if destination is None:
-        result = _quantized(form, given, *_OPERATOR(x, *options))
+    source, results, what = x, None, None
+    given: Any
+    if gradient is not False:
+        check_is_flag(gradient, "gradient")
+        if gradient and isinstance(to, str) and to == "largest":
+            raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
+        if gradient:
+            _check_kind(x)
+            x = x.detach() if needs_derivative(x) else x
+    if calls.is_plain(x):
+        asked = to, scale, group, rule, layout, round_first, numerics, batch_invariant
+        what = _what(x, rotation, tensor_scale, *asked)
+        run = None if what is None else calls.known(x, what)
+        if run is not None and not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
+            form = run.options
+            given = _tensor_scale(tensor_scale, form, x) if form.needs_scale else None
+            results = _again(run, x, rotation, given, target)
+    if results is None:
+        check_values(x)
+        check_is_flag(round_first, "round_first")
+        check_is_flag(batch_invariant, "batch_invariant")
+        form, columns = Format.choose(to, as_int(group), rule, layout), x.shape[-1]
+        form.scales_in_row(columns)
+        if form.element.bits == 4 and columns % 2:
+            raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
+        check_options(1.0 if scale is None else scale, numerics, torch.float32)
+        given = _tensor_scale(tensor_scale, form, x)
+        scale = scale if scale is None or is_symbolic(scale) else float(scale)
+        of = _operands(x, rotation, scale, numerics, bool(batch_invariant))
+        written = None if target is None else written_of(target, form)
+        results = _made(x, rotation, of, form, bool(round_first), given, written, what)
+    codes, scales = results if target is None else target
+    quantized = Quantized(codes, given, form) if form.group == TENSOR else Quantized(codes, scales, form, given)
+    if source is not x:
+        wide = source.float()
+        quantized._exact = ROTATE.apply(wide, _operands(wide, rotation, scale, numerics, bool(batch_invariant)))
+    return quantized
+
+
+# ---- calls that come again -------------------------------------------------------------------------------------------
+_PLAIN = {None, type(None), int, float, bool, str}
+
+
+def _what(x: torch.Tensor, rotation: Any, tensor_scale: Any, to: Any, scale: Any, group: Any, *options: Any) -> Any:
+    """What a call asks for, as `calls.known` takes it; None where nothing is remembered."""
+    if isinstance(rotation, Rotation):
+        by = rotation.number_for(x)
+        if by is None:
+            return None
+    elif isinstance(rotation, Operands):
+        by = number_of(rotation)
+    elif rotation is None or type(rotation) is int:
+        by = rotation
     else:
-        written = _written(destination, form)
-        if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
-            for name, each in zip(_NAMES, written, strict=False):
-                _check_has_no_gradient(each, name)
-            _check_like(written, parts_of(x, form), x)
-            if all(has_only_memory(each) for each in (x, *written)):
-                _check_apart(written, x, given, form, rotation)
-                _fill_up(written, form)
-            x = x.resolve_neg()  # which PyTorch does only for operators with a result
-        _INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
-        result = _quantized(form, given, *destination)
-    if key and is_ready(x.permute(order_of(x, form))):
-        run = _runs.get(_key_of_run(x, of, form, round_first, _heads(form, given)))
-        if run:
-            tables.remember(_calls, key, (form, run))
-    return result
+        return None
+    if not (scale is None or isinstance(scale, REAL)):  # a refused type, which may equal a number
+        return None
+    heads = 0 if tensor_scale is None else -1
+    if isinstance(tensor_scale, torch.Tensor):
+        if type(tensor_scale) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        heads = tensor_scale.numel()
+    return by, type(rotation), type(group), heads, to, scale, group, *options
 
 
-def _quantized(form: Format, given: torch.Tensor | None, codes: torch.Tensor, scales: Any) -> Quantized:
-    return (
-        Quantized(codes, given, form)
-        if form.group == TENSOR and given is not None
-        else Quantized(codes, scales, form, given)
+def _again(
+    run: Run, x: torch.Tensor, rotation: Any, given: torch.Tensor | None, target: tuple[Any, Any] | None
+) -> tuple[Any, Any] | None:
+    """Codes and scales of a call that comes again; None if what it writes must be checked."""
+    addresses = [] if given is None else [given.data_ptr()]
+    if target is None:
+        made = run.new(x.data_ptr(), *addresses)
+        return made if len(run.parts) > 1 else (made, None)
+    kept = [] if given is None else [(addresses[0], addresses[0] + given.nbytes)]
+    if isinstance(rotation, Rotation):
+        kept += rotation.kept
+    elif isinstance(rotation, Operands):
+        kept += [(each.data_ptr(), each.data_ptr() + each.nbytes) for _, each in rotation.tensors]
+    places = run.places(x, target, kept)
+    if places is None:
+        return None
+    if run.options.layout.in_columns:
+        fill_up(target[1])
+    run.into(target[: len(run.parts)], *places, *addresses)
+    return target
+
+
+# ---- other calls -----------------------------------------------------------------------------------------------------
+def _made(
+    x: torch.Tensor,
+    rotation: Any,
+    of: Operands,
+    form: Format,
+    round_first: bool,
+    given: torch.Tensor | None,
+    written: Sequence[torch.Tensor] | None,
+    what: Any,
+) -> tuple[Any, Any]:
+    """Codes and scales of a call whose arguments were checked; it bypasses the dispatcher if the dispatcher has nothing
+    to do."""
+    if written is not None and not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
+        for name, each in zip(NAMES, written, strict=False):
+            _check_has_no_gradient(each, name)
+        check_parts(written, parts_of(x, form), x)
+        if all(has_only_memory(each) for each in (x, *written)):
+            operands = rotation.tensors if isinstance(rotation, (Rotation, Operands)) else ()
+            check_free(written, x, given, form, operands)
+            if form.layout.in_columns:  # PyTorch does not know that these zeros belong to it, so an operator may not
+                fill_up(written[1])
+    tensors = [x, given, of.matrices, of.signs, of.signs_after, *(written or ())]
+    is_plain = not torch.compiler.is_dynamo_compiling() and all(
+        each is None or (has_only_memory(each) and not needs_derivative(each)) for each in tensors
     )
-
-
-# ---- out= ------------------------------------------------------------------------------------------------------------
-_NAMES = "out.codes", "out.scales"
+    if is_plain:
+        if what is not None and not _PLAIN.issuperset(map(type, what[4:])):
+            what = None  # what is no plain value may change
+        return make(x, of, form, round_first, given, written, what)
+    values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
+    options = *values[:6], of.scale, of.numerics, of.batch_invariant
+    options += form.name, form.group, form.rule, form.layout.value, round_first, given
+    if written is None:
+        made: tuple[Any, Any] = NEW(x, *options)
+        return made
+    if not torch.compiler.is_dynamo_compiling():
+        x = x.resolve_neg()  # which PyTorch does only for operators with a result
+    INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
+    return written[0], written[-1]
 
 
 def _destination(out: Any) -> tuple[Any, Any]:
@@ -184,93 +240,6 @@ def _destination(out: Any) -> tuple[Any, Any]:
         return out.codes, out.scales  # which torch.compile of PyTorch 2.8 and earlier cannot unpack
     codes, scales = out
     return codes, scales
-
-
-def _written(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]:
-    """What is written of a destination: without scales, where the call has one. Raises TypeError."""
-    written = destination[: 1 if form.group == TENSOR else 2]
-    for name, each in zip(_NAMES[: len(written)], written, strict=True):  # older Dynamos take False for True
-        check_is_tensor(each, name)
-    return [quantizer.as_bytes(each) for each in written]
-
-
-def _check_like(written: Sequence[torch.Tensor], parts: Sequence[quantizing.Part], x: torch.Tensor) -> None:
-    """Raises `TensorError` for what is not like the result for x."""
-    for name, each, (shape, strides, dtype) in zip(_NAMES, written, parts, strict=False):
-        check_alike(x, each, name)
-        if each.is_neg():
-            raise TensorError(f"{name} is a view that negates what it reads; pass {name}.resolve_neg()")
-        if is_functional(each) or is_functional(x):
-            raise TensorError("out= is not possible under torch.func.functionalize; leave it out")
-        is_like = each.layout is torch.strided and not each.is_nested and each.shape == shape and each.dtype == dtype
-        if not is_like or each.device != x.device or not _lies_like(each, strides):
-            lies = f" with the strides {each.stride()}" if each.layout is torch.strided and not each.is_nested else ""
-            raise TensorError(
-                f"{name} is {kind_of(each)} {shape_of(each)}{lies} on {each.device}; this call needs strided "
-                f"{str(dtype).removeprefix('torch.')} {shape} with the strides {strides} on {x.device}"
-            )
-
-
-def _lies_like(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether it has these strides, as far as they say where an element lies."""
-    each = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    return tensor.numel() == 0 or all(size == 1 or mine == wanted for size, mine, wanted in each)
-
-
-def _check_apart(
-    written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.Tensor | None, form: Format, rotation: Any
-) -> None:
-    """Raises `TensorError` for memory that PyTorch forbids to write, or that is that of another tensor of the call."""
-    others = [
-        (name, each, compute.span(each)) for name, each in (("x", x), ("tensor_scale", given)) if each is not None
-    ]
-    if isinstance(rotation, (Rotation, Operands)):
-        others += [(name, each, compute.span(each)) for name, each in rotation.tensors]
-    for name, each in zip(_NAMES, written, strict=False):
-        check_writable(each)
-        size = compute.span(each)
-        if name == "out.scales" and form.layout.in_columns and size:  # with what fills up the last column
-            size = each.shape[-1] * each.stride(-1) * each.element_size()
-        for other, tensor, of_other in others:
-            if -size < each.data_ptr() - tensor.data_ptr() < of_other:
-                raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
-        others.append((name, each, size))
-
-
-def _fill_up(written: Sequence[torch.Tensor], form: Format) -> None:
-    """Write the zeros that fill up columns of scales. PyTorch does not know that they belong to the tensor, so an
-    operator may not."""
-    if form.layout.in_columns:
-        quantizing.fill_up(written[1])
-
-
-# What to do for calls that differ only in the address of x, by a multiple of 16. Only checked arguments are in here. An
-# entry is right for whatever lies at the addresses of the operands of its rotation, because they are in the key.
-_calls: dict[tuple[Any, ...], tuple[Format, quantizing.Run]] = tables.table()
-_runs: dict[tuple[Any, ...], quantizing.Run] = tables.table()
-
-
-_PLAIN = {None, type(None), int, float, bool, str}
-
-
-def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) -> tuple[Any, ...] | None:
-    """The key of a call in `_calls`; None where nothing is remembered."""
-    if torch.compiler.is_dynamo_compiling() or not isinstance(x, torch.Tensor) or not compute.takes_kernels(x):
-        return None
-    made = isinstance(rotation, (Rotation, Operands))
-    given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
-    # Of equal numbers of several types some are refused, and what is no plain value may change.
-    types = None if made else type(rotation), type(given), *map(type, options)
-    if not _PLAIN.issuperset(types):
-        return None
-    try:
-        address = x.data_ptr() % ALIGNMENT
-        heads = tensor_scale.numel() if isinstance(tensor_scale, torch.Tensor) else 0
-        like = x.shape, x.stride(), x.dtype, x.get_device(), address
-        rotated = rotation.identity if made else rotation
-    except (RuntimeError, ValueError):  # no memory, or no shape
-        return None
-    return *like, rotated, given, heads, *options, types
 
 
 def check_values(x: torch.Tensor) -> None:
@@ -292,18 +261,6 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         fix = f"pass {name}.detach(){', or gradient=True' if name == 'x' else ''}"
         raise TensorError(f"{name} requires a gradient, which quantized codes do not have; {fix}")
-
-
-def _rotated(
-    x: torch.Tensor,
-    rotation: Rotation | Operands | int | None,
-    scale: float | None,
-    numerics: str,
-    batch_invariant: bool,
-) -> torch.Tensor:
-    """What is quantized, with its gradient. The arguments were checked."""
-    wide = x.float()
-    return ROTATE.apply(wide, _operands(wide, rotation, scale, numerics, batch_invariant))
 
 
 def _operands(
@@ -391,11 +348,6 @@ def _scales_of_heads(given: Any, form: Format, x: torch.Tensor) -> torch.Tensor:
     return given.detach().resolve_neg().contiguous()
 
 
-def _heads(form: Format, given: torch.Tensor | None) -> int:
-    """How many heads have a scale; 1 where x has one, or groups."""
-    return given.numel() if form.by_head and given is not None else 1
-
-
 def _check_is_possible(number: float, form: Format) -> None:
     # A largest magnitude is what the values make it: 0, infinite or NaN too.
     is_magnitude = form.rule in ("transformer_engine", "fa3")
@@ -404,58 +356,6 @@ def _check_is_possible(number: float, form: Format) -> None:
         raise UsageError(
             f"tensor_scale = {number} is not possible; pass a positive number that float32 has, up to {_MOST:.3g}, or 0"
         )
-
-
-def _compute(
-    x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
-) -> quantizing.Results:
-    """Codes and scales of x, which has memory and no derivative: by a kernel if there is one."""
-    if form.by_kernels is not form:
-        return _laid_out(x, form, *_compute(x, of, form.by_kernels, round_first, given))
-    rows, run = _find(x, of, form, round_first, _heads(form, given))
-    if run:
-        return run(rows.data_ptr(), given)
-    return shaped(x, form, *_in_pytorch(rows, of, form, round_first, given))
-
-
-def _laid_out(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor) -> quantizing.Results:
-    """Codes and row-major scales of x as the layout has them."""
-    rows = scales.reshape(-1, scales.shape[-1])
-    return codes.contiguous(), quantizer.laid_out(rows, form.layout, (*x.shape[:-2],))
-
-
-def _compute_into(
-    x: torch.Tensor,
-    of: Operands,
-    form: Format,
-    round_first: bool,
-    given: torch.Tensor | None,
-    out: Sequence[torch.Tensor],
-) -> None:
-    """The same into what `Run.into` takes."""
-    if form.by_kernels is not form:
-        return copy_into(out, _compute(x, of, form, round_first, given))
-    rows, run = _find(x, of, form, round_first, _heads(form, given))
-    if run:
-        run.into(rows.data_ptr(), given, out)
-    else:
-        copy_into(out, shaped(x, form, *_in_pytorch(rows, of, form, round_first, given)))
-
-
-def _find(
-    x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: int
-) -> tuple[torch.Tensor, quantizing.Run | None]:
-    """x with its dimensions in order, and what launches a kernel for it as it then lies."""
-    rows = x.permute(order_of(x, form))
-    if not compute.takes_kernels(x):
-        return rows, None
-    if not is_ready(rows):
-        rows = rows.clone(memory_format=torch.contiguous_format)
-    key = _key_of_run(x, of, form, round_first, heads)
-    run = _runs.get(key)
-    if run is None and (run := quantizing.find(x, of, form, round_first, heads)):
-        tables.remember(_runs, key, run)
-    return rows, run
 
 
 def problems_of(
@@ -472,118 +372,7 @@ def problems_of(
     form = form.by_kernels
     length = of.n // math.prod(of.orders)
     return (
-        quantizing.problem_for(x, of, form, round_first),
+        problem_for(x, of, form, round_first),
         problem_of(wide, of),
         kernels.problem_of(length, wide.dtype, "accurate", Rows.CONTIGUOUS),
     )
-
-
-def _key_of_run(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: int) -> tuple[Any, ...]:
-    return x.shape, *order_of(x, form), x.dtype, x.get_device(), form.key, round_first, heads, of.identity
-
-
-def _in_pytorch(
-    x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    values = rotated(values, of)
-    if round_first:
-        values = values.to(x.dtype).float()
-    return quantizer.quantize(values.view(-1, x.shape[-1]), form, x.dtype, given)
-
-
-# ---- the operators ---------------------------------------------------------------------------------------------------
-_OUT_AT = 15  # where codes and scales of out stand behind x
-# In compiled code too, results have the strides that those of x say.
-_TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
-_format = functools.lru_cache(maxsize=256)(Format.choose)
-
-
-def _arguments(
-    matrices: torch.Tensor | None,
-    orders: Sequence[int],
-    signs: torch.Tensor | None,
-    signs_after: torch.Tensor | None,
-    n: int,
-    swapped: bool,
-    scale: float,
-    numerics: str,
-    batch_invariant: bool,
-    to: str,
-    group: int,
-    rule: str,
-    layout: str,
-    round_first: bool,
-    given: torch.Tensor | None,
-) -> tuple[Operands, Format, bool, torch.Tensor | None]:
-    of = Operands(matrices, orders, signs, signs_after, n, swapped, False, scale, numerics, batch_invariant)
-    return of, _format(to, group, rule, layout), round_first, given
-
-
-def _new(x: torch.Tensor, *options: Any) -> quantizing.Results:
-    arguments = _arguments(*options)
-    _check(x, *arguments)
-    return _compute(x, *arguments)
-
-
-def _check(x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None) -> None:
-    """Raises `TensorError` for arguments of different devices, of which kernels would read any memory."""
-    check(x, of)
-    if given is not None and given.device != x.device:
-        raise TensorError(f"tensor_scale is on {given.device} but x on {x.device}; move one of them with .to")
-
-
-def _shapes(x: torch.Tensor, *options: Any) -> quantizing.Results:
-    """Codes and scales of a tensor without memory."""
-    arguments = _arguments(*options)
-    _check(x, *arguments)
-    form = arguments[1]
-    codes, scales = (x.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in parts_of(x, form))
-    if form.layout.in_columns:  # in memory that ends with what fills up the last column
-        memory = scales.new_empty(scales.shape[1] * scales.stride(1))
-        scales = memory.as_strided(scales.shape, scales.stride())
-    return codes, scales
-
-
-def _into(x: torch.Tensor, *options: Any) -> None:
-    of, form, round_first, given = _arguments(*options[:_OUT_AT])
-    _check(x, of, form, round_first, given)
-    written = _written(options[_OUT_AT:], form)
-    _check_like(written, parts_of(x, form), x)
-    _check_apart(written, x, given, form, of)
-    _compute_into(x, of, form, round_first, given, written)
-
-
-def _shapes_into(x: torch.Tensor, *options: Any) -> None:
-    arguments = _arguments(*options[:_OUT_AT])
-    _check(x, *arguments)
-    form = arguments[1]
-    _check_like(_written(options[_OUT_AT:], form), parts_of(x, form), x)
-
-
-def _autograd(operator: str) -> Any:
-    def below(x: torch.Tensor, *options: Any) -> Any:
-        for name, tensor in (("x", x), *(("out", each) for each in options[_OUT_AT:] if each is not None)):
-            if needs_derivative(tensor):
-                raise TensorError(f"{name} has a derivative, which quantized codes do not have; pass {name}.detach()")
-        with torch._C._AutoDispatchBelowAutograd():
-            return getattr(torch.ops.hadagen, operator).default(x, *options)
-
-    return below
-
-
-for _name, _out, _results, _real, _fake in (
-    ("rotate_quantize", "", "(Tensor, Tensor)", _new, _shapes),
-    ("rotate_quantize_into", ", Tensor(a!) codes, Tensor(b!)? scales", "()", _into, _shapes_into),
-):
-    LIBRARY.define(
-        f"{_name}(Tensor x, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, "
-        "Scalar scale, str numerics, bool batch_invariant, str to, int group, str rule, str layout, bool round_first, "
-        f"Tensor? given{_out}) -> {_results}",
-        tags=_TAGS,
-    )
-    LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    LIBRARY.impl(_name, _autograd(_name), "Autograd")
-    torch.library.register_fake(f"hadagen::{_name}", _fake, lib=LIBRARY)
-_OPERATOR: Any = torch.ops.hadagen.rotate_quantize.default
-_INTO: Any = torch.ops.hadagen.rotate_quantize_into.default

@@ -27,22 +27,22 @@ from hadagen.runtime.checks import (
 
 
 class Quantized:
-    """What `rotate_quantize` returns. `codes, scales = q` gives its two tensors.
+    """The result of `rotate_quantize`. `codes, scales = q` gives its two tensors.
 
-    codes: of x's shape; of 4-bit codes uint8 of half as many columns, the even one in the low nibble. The format
-        "largest" has none: [..., 0].
-    scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
-        Row-major scales, and their codes, are dense, and their leading dimensions lie in memory in the order of those
-        of x, as with `torch.empty_like`. In the other layouts, and for fp8-head, codes are contiguous. For fp8-tensor
-        and fp8-head they are the tensor_scale of the call.
-    format: what they are.
-    tensor_scale: for nvfp4 that of the call, float32 with one element; else None.
+    codes: of x's shape. 4-bit codes are uint8 of half as many columns, with the even column in the low nibble. The
+        format "largest" has no codes: [..., 0].
+    scales: one for each group, in the layout of the format. Scales of rows are [...], for int8-row [..., 1]. For
+        fp8-tensor and fp8-head, scales are the tensor_scale of the call. Row-major scales, and their codes, are dense,
+        and their leading dimensions lie in memory in the same order as the dimensions of x, as with `torch.empty_like`.
+        In the other layouts, and for fp8-head, codes are contiguous.
+    format: the format of both.
+    tensor_scale: for nvfp4 the tensor_scale of the call, float32 with one element; else None.
 
-    E8M0 scales and 4-bit codes are uint8. Their views as `torch.float8_e8m0fnu` and `torch.float4_e2m1fn_x2`, which
-    `as_torch_types` returns, are taken in their place everywhere.
+    E8M0 scales and 4-bit codes are uint8. `as_torch_types` returns views as `torch.float8_e8m0fnu` and
+    `torch.float4_e2m1fn_x2`, which are accepted wherever uint8 is.
 
-    It is a node of PyTorch's pytrees, so torch.export, torch.vmap and others look into it. Once hadagen was
-    imported, `torch.load` with weights_only=True reads what `torch.save` stored. Gradients are not stored.
+    A `Quantized` is a node of PyTorch's pytrees, so torch.export, torch.vmap and others take it. Once hadagen is
+    imported, `torch.load` with weights_only=True reads a stored `Quantized`. Gradients are not stored.
     """
 
     codes: torch.Tensor
@@ -57,13 +57,13 @@ class Quantized:
         self._exact: torch.Tensor | None = None  # the rotated values, float32, if dequantize has their gradient
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values that codes and scales stand for, rotated as they are, of x's shape.
+        """The rotated values that codes and scales stand for, of x's shape. They are not rotated back.
 
-        dtype: float16, bfloat16, float32 or float64. A value beyond the largest number of dtype becomes that number, if
+        dtype: float16, bfloat16, float32 or float64. A value beyond the largest number of dtype becomes this number, if
             its scale is finite.
 
-        Of a call with gradient=True they have the gradient of the rotated values, as if codes were not rounded, and 0
-        where a value is beyond the largest code.
+        After a call with gradient=True, the result has the gradient of the rotated values, as if codes were not
+        rounded, and 0 where a value is beyond the largest code.
 
         Raises `UsageError` for another dtype, and for a format without codes; TypeError and `TensorError` for codes,
         scales or a tensor_scale that the format does not have.
@@ -88,9 +88,10 @@ class Quantized:
     def to(
         self, device: torch.device | str | int | torch.Tensor, *, non_blocking: bool = False, copy: bool = False
     ) -> Quantized:
-        """The same on a device, or on that of a tensor. Returns itself if it is there and copy is False.
+        """Move codes and scales to a device, or to the device of a tensor. Returns itself if copy is False and all are
+        there.
 
-        Raises `UsageError` for what is no device, such as a type: codes are never converted.
+        Raises `UsageError` for anything but a device or a tensor, such as a dtype: codes are never converted.
         """
         check_is_flag(non_blocking, "non_blocking")
         check_is_flag(copy, "copy")
@@ -118,8 +119,8 @@ class Quantized:
         return made
 
     def as_torch_types(self) -> Quantized:
-        """The same with views of PyTorch's own types: `torch.float8_e8m0fnu` for E8M0 scales, and
-        `torch.float4_e2m1fn_x2` for FP4 codes. All else has a type of its own, or none in PyTorch, as INT4 has.
+        """Return views of PyTorch's own types: `torch.float8_e8m0fnu` for E8M0 scales, and `torch.float4_e2m1fn_x2` for
+        FP4 codes. Other codes and scales keep their types: PyTorch has no type for INT4.
 
         Raises `UsageError` if this version of PyTorch lacks the type.
         """

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch._subclasses import FakeTensor
-from torch.autograd import forward_ad
-from torch.overrides import has_torch_function_unary
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
@@ -19,6 +17,7 @@ from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import Numerics, Transform
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
+from hadagen.runtime.calls import ALIGNMENT, Range, again, is_plain, number_of
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
@@ -69,8 +68,8 @@ from hadagen.runtime.operands import (
     pack_signs,
     unpack_signs,
 )
-from hadagen.runtime.repeat import ALIGNMENT
-from hadagen.runtime.rotate import ROTATE, calls, number_of
+from hadagen.runtime.rotate import ROTATE
+from hadagen.runtime.sealed_module import SealedModule, Watched
 
 _GIVEN = "given"
 # The largest block with the regular matrix, whose diagonal is stored.
@@ -78,45 +77,43 @@ _MAX_REGULAR = 1 << 26
 # The sealed buffers, and what they hold: the arguments of the same names.
 _MATRICES, _SIGNS, _AFTER = "packed_matrices", "packed_signs", "packed_signs_after"
 _NUMERICS = tuple(member.value for member in Numerics)
-_BUFFERS = {_MATRICES: "matrix", _SIGNS: "signs", _AFTER: "signs_after"}
 
 # Needed in every call, so that they are looked up only once.
-_Tensor = torch.Tensor
-_is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 _in_functorch: Any = torch._C._are_functorch_transforms_active
 
 
-class Rotation(torch.nn.Module):
+class Rotation(SealedModule):
     """r(x) = x · M with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out / c, over each block of the last dimension of x.
 
     n: the last dimension of x, at least 1.
-    matrix: the name of a set of Hadamard matrices (`hadagen.matrices` has them and their rules); or a K×K tensor of
-        real numbers, with K up to 428; or several. A1 belongs to the slowest index. Tensors are copied.
-    k: the order K of the named matrix, or several orders. None takes the rule of the name.
-    signs, signs_after: the diagonals of D_in and D_out: a tensor or sequence of as many ±1 as a block has elements.
-        None is 1 everywhere.
-    block: divides n. Each block of so many elements is rotated by itself, with the same signs. None is n.
+    matrix: the name of a set of Hadamard matrices (docs/rotations.md has the names and their rules), a K×K tensor of
+        real numbers with K up to 428, or a list of such tensors. A1 belongs to the slowest index. Tensors are copied.
+    k: the order K of the named matrix, or several orders. None applies the rule of the name.
+    signs, signs_after: the diagonals of D_in and D_out: a tensor or sequence of ±1, as many as a block has elements.
+        None means 1 everywhere.
+    block: the block size, which divides n. Each block is rotated separately, with the same signs. None is n.
 
-    H is Sylvester's matrix, of the order that is left of a block: a power of two. c makes M orthonormal: it is √block
-    for Hadamard matrices, and has a factor ‖A‖ / √K, with the Frobenius norm, for each other A. If a given matrix is
-    not orthogonal, M is not either, and there is no inverse.
+    H is Sylvester's matrix of the order block / (K1 · K2 · …), a power of two. c makes M orthonormal: it is √block for
+    Hadamard matrices, times ‖A‖ / √K for each other A, with the Frobenius norm. If a given matrix is not orthogonal, M
+    is not orthogonal, and there is no inverse.
 
-    Attributes: n, block, name (of the matrices; "given" if they have none), k (the orders), signs, signs_after (int8 on
-    the CPU, or None).
+    Attributes: n, block, name (of the matrices; "given" for tensors), k (the orders), signs, signs_after (int8 on the
+    CPU, or None).
 
     The module has no parameters. Signs and given matrices are persistent buffers, `packed_signs`, `packed_signs_after`
-    and `packed_matrices`, of uint8, so that a change of type, such as `.half()`, does not change them. Each has a
-    checksum, and says which rotation it is of. A rotation without signs and given matrices adds nothing to a
-    state_dict. `to_dict` and `from_dict` store a rotation without the module. `.to` moves it to the device of x.
+    and `packed_matrices`, of uint8, so that a change of type, such as `.half()`, does not change them. Each buffer has
+    a checksum and the n, block, name and orders of its rotation. A rotation without signs and given matrices adds
+    nothing to a state_dict. `to_dict` and `from_dict` store a rotation without the module. `.to` moves the module to
+    the device of x.
 
-    Signs and matrices that are tensors without values, such as on the meta device, are those of a state_dict that is
-    loaded later.
+    Signs and matrices may be tensors without values, such as on the meta device, if a state_dict is loaded later.
 
-    Raises `UsageError` for values that are not possible, and TypeError for an argument of a wrong type.
+    Raises `UsageError` for impossible values, and TypeError for an argument of a wrong type.
     """
 
+    _BUFFERS: ClassVar[dict[str, str]] = {_MATRICES: "matrix", _SIGNS: "signs", _AFTER: "signs_after"}
     _made: _Made | None  # the operands that the last call had
     _held: torch.Tensor | None  # that of the name, on the module's device
     packed_matrices: torch.Tensor | None
@@ -142,20 +139,12 @@ class Rotation(torch.nn.Module):
         orders = None if k is None else as_orders(k)
         with _disable_current_modes(), torch.inference_mode(False):  # whose tensors other modes do not take
             self._make(matrix, orders, signs, signs_after)
-        device = torch.empty(0).device  # get_default_device ignores `with torch.device` in PyTorch 2.6
-        self._place = torch.empty(0, dtype=torch.int8, device=device)
-        for name, size in self._sizes.items():
-            self.register_buffer(name, None if size is None else _placed(self._values[name], size, device))
-        self._fill()
+        self._register()
 
     def _make(self, matrix: Any, orders: tuple[int, ...] | None, signs: Any, signs_after: Any) -> None:
         """Set all that follows from the arguments, on the CPU."""
-        # Each sealed buffer as it was made or last loaded, on the CPU; None where it has no values yet.
-        self._values: dict[str, torch.Tensor | None] = dict.fromkeys(_BUFFERS)
-        self._sizes: dict[str, int | None] = dict.fromkeys(_BUFFERS)  # None where there is no such buffer
         self._given: list[torch.Tensor] = []  # the matrices, on the CPU, of the types in which they were given
         self._no_inverse: str | None = None  # why there is none
-        self._has_warned = False
         if isinstance(matrix, str):
             if orders is not None:
                 orders = tuple(order for order in orders if order != 1)
@@ -263,9 +252,10 @@ class Rotation(torch.nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The weight of a linear layer, y = x · weightᵀ + bias, whose input or output is rotated.
 
-        side: "input": weight · M for a weight [..., out, n]. With it, r(x) gives the y that x gave.
-            "output": Mᵀ · weight for a weight [..., n, in], and bias · M for a bias [..., n]. x then gives r(y).
-        bias: only with "output"; a bias does not change if the input is rotated.
+        side: "input": returns weight · M for a weight [..., out, n]. The new layer maps r(x) to y.
+            "output": returns Mᵀ · weight for a weight [..., n, in], and bias · M for a bias [..., n]. The new layer
+            maps x to r(y).
+        bias: only with "output", because a rotation of the input does not change the bias.
 
         Returns new tensors of the same types: the weight, or the weight and the bias if there is one.
 
@@ -295,7 +285,7 @@ class Rotation(torch.nn.Module):
         return folded if bias is None else (folded, self(bias))
 
     def shard(self, rank: int, world: int) -> Rotation:
-        """The rotation of what rank `rank` of `world` holds if the last dimension is split evenly over the ranks.
+        """The rotation of the part of rank `rank` of `world`, if the last dimension is split evenly over the ranks.
 
         Raises `UsageError` unless the block divides n / world.
         """
@@ -318,11 +308,11 @@ class Rotation(torch.nn.Module):
 
     # ---- storing -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """All of the rotation in numbers, strings, lists and dictionaries, which JSON can hold.
+        """The rotation as numbers, strings, lists and dictionaries, which JSON can hold.
 
-        n, block, matrix (the name), signs and signs_after (lists of ±1, or None), and factors, a list with a dictionary
-        for each matrix but Sylvester's: its order, and sha256 (the digest of `hadagen.matrices.Matrix`) if it has a
-        name, else dtype and entries.
+        Keys: n, block, matrix (the name), signs and signs_after (lists of ±1, or None), and factors. factors has a
+        dictionary for each matrix except Sylvester's: order, and for a named matrix sha256 (the digest of
+        `hadagen.matrices.Matrix`), else dtype and entries.
         """
         if self.name == _GIVEN:
             self._known(_MATRICES)
@@ -343,7 +333,8 @@ class Rotation(torch.nn.Module):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rotation:
-        """The rotation of `to_dict`. Raises `UsageError` for anything else, and if this version has another matrix."""
+        """The rotation that `to_dict` stored. Raises `UsageError` for other data, and if this version has another
+        matrix."""
         if not isinstance(data, Mapping):
             raise UsageError(f"data is a {type(data).__name__}; pass what to_dict returned")
         try:
@@ -377,22 +368,22 @@ class Rotation(torch.nn.Module):
     def from_compressed_tensors(
         cls, weight: torch.Tensor, n: int | None = None, *, perm: torch.Tensor | None = None
     ) -> Rotation:
-        """The rotation whose dense matrix a checkpoint of compressed-tensors carries: `random-hadamard` or `hadamard`.
+        """The rotation of a dense matrix from a checkpoint of compressed-tensors: `random-hadamard` or `hadamard`.
 
         weight: [size, size], diag(signs) · (A ⊗ H)ᵀ times any positive number; float16, bfloat16, float32, float64 or
             int8.
-        n: what the rotation takes, in blocks of `size`. None is size.
-        perm: the permutation that a checkpoint of a transform with `randomize` has beside the weight: [size] integers.
-            The rotation is then that of weight[perm][:, perm], which has no structure, so its matrix is a given one;
-            size is at most 428.
+        n: the n of the rotation, whose blocks have `size` elements. None is size.
+        perm: the permutation in a checkpoint of a transform with `randomize`: [size] integers. The rotation then has
+            the given matrix weight[perm][:, perm], because a permuted matrix has no structure; size is at most 428.
 
-        Raises TypeError if weight or perm is no tensor, and `UsageError` if they are no such matrix and permutation.
+        Raises TypeError if weight or perm is no tensor, and `UsageError` if weight is no such matrix or perm no
+        permutation.
         """
         return cast(Rotation, rotation_of(cls, weight, n, perm))
 
     @property
     def transform(self) -> Transform | None:
-        """What a kernel computes for each block; None if PyTorch computes it."""
+        """The transform that a kernel computes for each block; None if PyTorch computes the rotation."""
         try:
             of = Transform(self.block, math.prod(self._orders), self._signed and not self._all_of_h, self._swapped)
         except UsageError:  # too long, or of too large a matrix
@@ -403,7 +394,7 @@ class Rotation(torch.nn.Module):
     def extra_repr(self) -> str:
         rest = self.block // math.prod(self.k)
         factors = f" = {' · '.join(map(str, (*self.k, rest)))}" if self.k else ""
-        signs = [_BUFFERS[name] for name in (_SIGNS, _AFTER) if self._sizes[name] is not None]
+        signs = [self._BUFFERS[name] for name in (_SIGNS, _AFTER) if self._sizes[name] is not None]
         return ", ".join([f"n={self.n}", f"block={self.block}{factors}", f"matrix={self.name!r}", *signs])
 
     def _run(
@@ -418,30 +409,11 @@ class Rotation(torch.nn.Module):
         if batch_invariant is None:
             batch_invariant = BATCH_INVARIANT
         # As in `hadamard_transform`: a repeated call goes straight to its kernel if the dispatcher has nothing to do.
-        if (
-            out is None
-            and not _is_dynamo_compiling()
-            and type(x) is _Tensor
-            and not has_torch_function_unary(x)
-            and not x.is_neg()
-            and not _dispatch_modes()
-            and forward_ad._current_level < 0
-            and not (x.requires_grad and _is_grad_enabled())
-            and not (inplace is not False and _in_functorch())
-        ):
-            made, index = self._made, x.get_device()
-            if made is not None and made.index == index and (not made.watched or made.is_whole(self._buffers)):
-                try:
-                    address = x.data_ptr() if x.shape[-1:] == (self.n,) else 0
-                    number, _ = made.known[transposed, numerics, batch_invariant]
-                    aligned = x.is_contiguous() and address % ALIGNMENT == 0
-                    run = calls[x.shape, x.dtype, index, aligned, inplace, number]  # as `key_of` makes it
-                except (KeyError, RuntimeError, TypeError):  # a new call, no memory or shape, or a bad argument
-                    address = 0
-                if address:
-                    if inplace and made.watched and made.may_lie_at(address, x.nbytes):
-                        self._check_apart(x, None)
-                    return run(x, address)
+        if is_plain(x) and (number := self.number_for(x)) is not None:
+            kept = self.kept if inplace is not False or out is not None else ()
+            y = again(x, (number, transposed, numerics, batch_invariant), inplace, out, kept)
+            if y is not None:
+                return cast(torch.Tensor, y)
         check_is_flag(batch_invariant, "batch_invariant")
         if not stands_for_a_tensor(x):
             check_is_tensor(x, "x")
@@ -479,12 +451,6 @@ class Rotation(torch.nn.Module):
             if made is None or not made.is_current(self._buffers, _index(device)):
                 made = self._look(device)
             tensors = made.tensors
-            if scale == 1.0 and is_one_of(numerics, _NUMERICS):
-                key = transposed, numerics, batch_invariant
-                if key not in made.known:
-                    of = self._operands(tensors, transposed, scale, numerics, batch_invariant)
-                    made.known[key] = number_of(of), of
-                return made.known[key][1]
         return self._operands(tensors, transposed, scale, numerics, batch_invariant)
 
     def _operands(
@@ -510,19 +476,26 @@ class Rotation(torch.nn.Module):
 
     def _unchecked(self, x: Any) -> tuple[Any, Any, Any]:
         """The operands where buffers cannot be read: the buffers themselves, which operators check when they run."""
-        before, after = self.packed_signs, self.packed_signs_after
-        if self._sizes[_MATRICES] is not None or (self._all_of_h and self._signed):
-            fold = self._all_of_h
-            signs = (before, after) if fold else (None, None)
-            matrices = stored_matrix(self.packed_matrices, *signs, self.name, list(self.k), self.block, self._scale)
-            return (matrices, None, None) if fold else (matrices, before, after)
-        matrices = None
+        buffers = self.packed_matrices, self.packed_signs, self.packed_signs_after
+        return self._joined(buffers, stored_matrix, lambda: self._named(x))
+
+    def _joined(
+        self, buffers: tuple[Any, Any, Any], stored: Callable[..., Any], named: Callable[[], Any]
+    ) -> tuple[Any, Any, Any]:
+        """The matrices and signs that operators take for those of the buffers.
+
+        stored: `stored_on` or its operator. named: returns the operand of the name.
+        """
+        matrices, before, after = buffers
+        if matrices is not None or (self._all_of_h and self._signed):
+            signs, left = ((before, after), (None, None)) if self._all_of_h else ((None, None), (before, after))
+            return stored(matrices, *signs, self.name, list(self.k), self.block, self._scale), *left
         if self.k:
-            matrices = self._named(x)
-        elif self._swapped and (before is None or after is None):
-            diagonal = self._named(x)
+            return named(), before, after
+        if self._swapped and (before is None or after is None):
+            diagonal = named()
             before, after = (diagonal if each is None else each for each in (before, after))
-        return matrices, before, after
+        return None, before, after
 
     def _named(self, x: Any) -> torch.Tensor:
         """The operand of the name: that of the module's device, else of an operator."""
@@ -540,91 +513,26 @@ class Rotation(torch.nn.Module):
 
         Raises `TensorError` for other buffers, and where values are not known.
         """
-        matrices, before, after = (self._checked(name, device) for name in _BUFFERS)
-        buffers = [(name, self._buffers[name]) for name in _BUFFERS]
+        read = self._checked(_MATRICES, device), self._checked(_SIGNS, device), self._checked(_AFTER, device)
+        buffers = [(name, self._buffers[name]) for name in self._BUFFERS]
         watched = [(name, each, sealed.version_of(each), each.data_ptr()) for name, each in buffers if each is not None]
-        if matrices is not None or (self._all_of_h and self._signed):
-            fold = self._all_of_h
-            signs = (before, after) if fold else (None, None)
-            matrices = stored_on(matrices, *signs, self.name, self.k, self.block, self._scale)
-            if fold:
-                before = after = None
-        elif self.k:
-            matrices = named_on(self.name, self.k, self.block, str(device))
-        elif self._swapped and (before is None or after is None):
-            diagonal = named_on(self.name, (1,), self.block, str(device))
-            before, after = (diagonal if each is None else each for each in (before, after))
+        named = functools.partial(named_on, self.name, self.k or (1,), self.block, str(device))
+        matrices, before, after = self._joined(read, stored_on, named)
         if device.type == "cuda":  # kernels need it
             before, after = (
                 each.clone() if each is not None and each.data_ptr() % ALIGNMENT else each for each in (before, after)
             )
         tensors = matrices, before, after
-        self._made = _Made(_index(device), watched, tensors)
+        of = self._operands(tensors, False, 1.0, "accurate", False)
+        self._made = _Made(_index(device), watched, tensors, number_of(of, self.n))
         return self._made
 
-    def _checked(self, name: str, device: torch.device) -> torch.Tensor | None:
-        """A buffer that holds what it should, after it was read."""
-        if self._sizes[name] is None:
-            return None
-        buffer, values = self._buffers[name], self._values[name]
-        if buffer is not None and hasattr(buffer, "to_local"):  # a DTensor, which is a replica on each rank
-            buffer = buffer.to_local()
-        if buffer is not None and sealed.is_readable(buffer):
-            found = self._read(buffer)
-            state = self._state(name, found)
-            if state is sealed.State.WHOLE:
-                self._learn(name, found)
-                return buffer.detach()
-            # Memory that nobody wrote may be that of a freed buffer, of which the allocator changed the first bytes.
-            is_new = self._made is None or all(each is not buffer for _, each, *_ in self._made.watched)
-            if values is None or not (state is sealed.State.EMPTY or (state is sealed.State.DAMAGED and is_new)):
-                raise TensorError(self._fault(name, name, state, found))
-            device = buffer.device
-        elif values is None:
-            raise TensorError(self._fault(name, name, sealed.State.EMPTY, None))
-        else:
-            state = sealed.State.EMPTY
-        self._warn(f"{name} {sealed.FAULTS[state]}")
-        self._buffers[name] = buffer = _placed(values, len(values), device)
-        return buffer
-
-    @staticmethod
-    def _read(buffer: torch.Tensor) -> torch.Tensor:
-        return sealed.on_cpu(buffer) if buffer.dtype == torch.uint8 else torch.empty(0, device="cpu")
-
-    def _state(self, name: str, found: torch.Tensor) -> sealed.State:
-        """What a buffer holds whose bytes were found: other values only of the same rotation."""
-        state = sealed.state_of(found, self._describe(name))
-        if state is sealed.State.WHOLE and name != _MATRICES and len(found) != self._sizes[name]:
-            return sealed.State.DAMAGED
-        return state
-
-    def _learn(self, name: str, found: torch.Tensor) -> None:
-        """Take the values of a whole buffer, which may be others than before."""
-        values = self._values[name]
-        if values is not None and torch.equal(values, found):
-            return
-        self._values[name] = found
+    def _take(self, name: str, values: torch.Tensor) -> None:
         if name == _MATRICES:
-            self._sizes[name] = len(found)
-            self._set_given(unpack_given(found[:-TRAILER], self.k))
-
-    def _fault(self, name: str, said: str, state: sealed.State, found: torch.Tensor | None) -> str:
-        if state is sealed.State.OTHER and found is not None:
-            return f"{said} holds {sealed.text_of(found)}, not {self._describe(name)}; use the rotation that it is of"
-        return f"{said} {sealed.FAULTS[state]}; load a state dict that has it whole"
-
-    def _warn(self, what: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"{what}; the values with which the Rotation was made, or that it had last, are taken instead",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            self._set_given(unpack_given(values, self.k))
 
     def _describe(self, name: str) -> str:
-        return f"{_BUFFERS[name]} of Rotation(n={self.n}, block={self.block}, {self.name!r}, k={list(self.k)})"
+        return f"{self._BUFFERS[name]} of Rotation(n={self.n}, block={self.block}, {self.name!r}, k={list(self.k)})"
 
     def _fill(self) -> None:
         """Make operands for the module's device, so that the next call, captured or compiled, has them."""
@@ -640,21 +548,23 @@ class Rotation(torch.nn.Module):
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The buffers that can be read, with their names in messages."""
-        buffers = [(name, self._buffers[name]) for name in _BUFFERS]
+        buffers = [(name, self._buffers[name]) for name in self._BUFFERS]
         return [
             (f"{name} of the rotation", each) for name, each in buffers if each is not None and sealed.is_readable(each)
         ]
 
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """The same for rotations that multiply by the same operands in memory."""
+    def number_for(self, x: torch.Tensor) -> int | None:
+        """What stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x does not
+        fit, or the buffers have to be read first."""
         made = self._made
-        if made is None or not made.is_current(self._buffers, made.index):
-            if not self._may_look(self._place):
-                return (object(),)  # like nothing else
-            made = self._look(self._device)
-        tensors = (None if each is None else (each.data_ptr(), each.dtype, each.device) for each in made.tensors)
-        return self.n, self.block, self._swapped, float(self._scale), *self._orders, *tensors
+        if made is None or made.index != x.get_device() or (made.watched and not made.is_whole(self._buffers)):
+            return None
+        return made.number
+
+    @property
+    def kept(self) -> Sequence[Range]:
+        """The memory of the buffers, which calls must not write."""
+        return () if self._made is None else self._made.places
 
     def operands_for(
         self, x: torch.Tensor, scale: float, numerics: str = "accurate", batch_invariant: bool = BATCH_INVARIANT
@@ -672,7 +582,7 @@ class Rotation(torch.nn.Module):
         check_is_tensor(part, name)
         if part.is_nested or part.layout is not torch.strided or part.dtype not in DTYPES:
             raise TensorError(f"{name} is a {kind_of(part)} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
-        needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, _BUFFERS))
+        needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, self._BUFFERS))
         if needed and part.device != self._device:
             advice = how_to_join(part.device, self._device, "move one of them with .to")
             raise TensorError(f"{name} is on {part.device} but the rotation on {self._device}; {advice}")
@@ -684,94 +594,8 @@ class Rotation(torch.nn.Module):
             raise UsageError(self._no_inverse)
 
     # ---- as a module -------------------------------------------------------------------------------------------------
-    def reset_parameters(self) -> None:
-        """Write the signs and given matrices again, as they were made or last loaded, into the module's buffers.
-
-        Values that are not known yet, of a rotation made on the meta device, are those of a state dict that is loaded
-        later; a call before raises `TensorError`.
-        """
-        for name, size in self._sizes.items():
-            buffer = self._buffers[name]
-            if size is not None and buffer is not None:
-                self._buffers[name] = _written(buffer, self._values[name])
-        self._fill()
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Rotation:
-        # What fn leaves in a buffer need not be its values: `to_empty` leaves any, and `.type` casts integers.
-        known = {name: self._refresh(name) for name in _BUFFERS}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._place = _moved(self._place, fn)
-        for name, values in known.items():
-            buffer = self._buffers[name]
-            if values is not None and buffer is not None:
-                self._buffers[name] = _written(buffer, values)
-        self._fill()
-        return self
-
-    def _refresh(self, name: str) -> torch.Tensor | None:
-        """The values of a buffer, after a look at it if that is possible now; None if it does not hold any."""
-        buffer = self._buffers[name]
-        if buffer is None or not sealed.is_readable(buffer):
-            return self._values[name]
-        made = self._made
-        if made is None or not made.is_current(self._buffers, made.index):
-            found = self._read(buffer)
-            if self._state(name, found) is not sealed.State.WHOLE:
-                return None  # the next call says so
-            self._learn(name, found)
-        return self._values[name]
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        state_dict, missing = dict(state_dict), []
-        for name, size in self._sizes.items():
-            key = prefix + name
-            given = state_dict.get(key)
-            if size is None:
-                if state_dict.pop(key, None) is not None:
-                    said = f"{_BUFFERS[name]}="
-                    error_msgs.append(
-                        f"{key} is of a Rotation made with {said}, which this one lacks; make it with {said}"
-                    )
-                continue
-            if isinstance(given, torch.Tensor) and not given.is_meta and sealed.is_readable(given):
-                found = self._read(given)
-                state = self._state(name, found)
-                if state is sealed.State.WHOLE:
-                    self._learn(name, found)
-                    buffer = self._buffers[name]
-                    if buffer is not None and buffer.shape != given.shape:
-                        self._buffers[name] = torch.empty_like(given, device=buffer.device)
-                    continue
-                if state is not sealed.State.EMPTY or self._values[name] is None:
-                    error_msgs.append(self._fault(name, key, state, found))
-                    state_dict.pop(key)
-                    missing.append(key)
-                    continue
-                # As if it were missing, on the device where it should be.
-                self._warn(f"{key} in a state dict {sealed.FAULTS[state]}")
-                state_dict[key] = _placed(self._values[name], size, given.device)
-            elif given is None and self._values[name] is not None:
-                self._warn(f"a state dict has no {key}")
-                missing.append(key)
-        lacking: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, lacking, unexpected_keys, error_msgs)
-        missing_keys += [key for key in lacking if key not in missing]
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None, "_held": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._fill()
+        return {**super().__getstate__(), "_held": None}
 
     @property
     def signs(self) -> torch.Tensor | None:
@@ -786,29 +610,8 @@ class Rotation(torch.nn.Module):
     def _signs_in(self, name: str) -> torch.Tensor | None:
         if self._sizes[name] is None:
             return None
-        values = self._known(name)
-        signs = unpack_signs(values, self.block)
+        signs = unpack_signs(self._known(name), self.block)
         return signs * regular_diagonal(self.block) if self._swapped else signs
-
-    def _known(self, name: str) -> torch.Tensor:
-        """The values of a buffer, as it is now if it can be read. Raises `TensorError` if they are not known."""
-        self._refresh(name)
-        values = self._values[name]
-        if values is None:
-            raise TensorError(self._fault(name, name, sealed.State.EMPTY, None))
-        return values
-
-    @property
-    def _device(self) -> torch.device:
-        buffers = (self._buffers[name] for name in _BUFFERS)
-        return next((each.device for each in buffers if each is not None), self._place.device)
-
-
-def _moved(place: torch.Tensor, fn: Callable[..., Any]) -> Any:
-    try:
-        return fn(place)
-    except NotImplementedError:  # from the meta device, on which others put all other tensors of a model
-        return fn(torch.empty(0, dtype=place.dtype, device="cpu"))
 
 
 def _index(device: torch.device) -> int:
@@ -816,7 +619,7 @@ def _index(device: torch.device) -> int:
     return -1 if device.index is None else device.index
 
 
-class _Made:
+class _Made(Watched):
     """The operands of a rotation for one device, and the buffers from which they were made."""
 
     def __init__(
@@ -824,55 +627,14 @@ class _Made:
         index: int,
         watched: list[tuple[str, torch.Tensor, int, int]],
         tensors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        number: int,
     ) -> None:
-        self.index, self.tensors = index, tensors
-        # transposed, numerics and batch_invariant → `number_of`, and what it is of
-        self.known: dict[tuple[Any, ...], tuple[int, Operands]] = {}
-        self.watched = watched
-        self._places = [(address, address + tensor.nbytes) for _, tensor, _, address in watched]
-
-    def may_lie_at(self, address: int, size: int) -> bool:
-        """Whether one of the buffers lies in so many bytes from an address on, if it is on that device."""
-        return any([begin < address + size and address < end for begin, end in self._places])  # noqa: C419 (faster)
+        self.index, self.watched, self.tensors, self.number = index, watched, tensors, number
+        self.places = [(address, address + tensor.nbytes) for _, tensor, _, address in watched]
 
     def is_current(self, buffers: Mapping[str, torch.Tensor | None], index: int) -> bool:
         """Whether the buffers are the same, and x is on the device of this index."""
         return index == self.index and self.is_whole(buffers)
-
-    def is_whole(self, buffers: Mapping[str, torch.Tensor | None]) -> bool:
-        """Whether the buffers are the same, and nobody wrote to them."""
-        for name, tensor, version, address in self.watched:
-            if buffers[name] is not tensor or tensor.data_ptr() != address:
-                return False
-            if version >= 0 and tensor._version != version:
-                return False
-        return True
-
-
-def _placed(values: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:
-    """A buffer with these values on a device; without values, one that holds none."""
-    if device.type == "meta":
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    if values is None:
-        return torch.zeros(size, dtype=torch.uint8, device=device)
-    if _dispatch_modes():  # such as that of fake tensors
-        return torch.tensor(values.tolist(), dtype=torch.uint8, device=device)
-    with torch.inference_mode(False):
-        return values.to(device, copy=True)
-
-
-def _written(buffer: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-    """The buffer with these values, written to it only if it has others; a new one if it cannot take them."""
-    if buffer.is_meta or not sealed.is_readable(buffer):
-        return buffer
-    if values is None:
-        values = torch.zeros(buffer.shape, dtype=torch.uint8, device="cpu")
-    if buffer.dtype != torch.uint8 or buffer.shape != values.shape:
-        return _placed(values, len(values), buffer.device)
-    if not torch.equal(sealed.on_cpu(buffer), values):
-        with torch.no_grad():
-            buffer.copy_(values)
-    return buffer
 
 
 _STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}

@@ -15,10 +15,11 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
 
 
-def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
-    """Queue a prepared launch on the current stream of its device. x, y: addresses there. Raises `DriverError`."""
+def queue(launch: driver.Launch, device: int, *addresses: int) -> None:
+    """Queue a prepared launch on the current stream of its device. addresses: of x, y and what else it takes. Raises
+    `DriverError`."""
     if current_device() == device:
-        launch(raw_stream(device), x, y)
+        launch(raw_stream(device), *addresses)
     else:
         with driver.active(device):
-            launch(raw_stream(device), x, y)
+            launch(raw_stream(device), *addresses)

@@ -11,9 +11,8 @@ from hadagen.driver import LoadedKernel
 from hadagen.errors import HadagenError
 from hadagen.problem import Problem
 
-_MAX_CALLS = 4096  # because a program may have ever new row counts
-
-_calls: list[dict[tuple[Any, ...], Any]] = []
+calls: dict[tuple[Any, ...], Any] = {}  # key → `Run`, for all calls with it
+numbers: dict[tuple[Any, ...], int] = {}  # what operands are and where they lie → a number that no other has
 timed: dict[Any, list[int]] = {}  # `Kind` → the element counts of its kernels, ascending
 found: dict[tuple[Any, int], LoadedKernel | None] = {}  # by `Kind` and a timed element count
 loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
@@ -21,24 +20,10 @@ unfit: dict[int, dict[str, HadagenError]] = defaultdict(dict)  # device → dige
 lock = threading.Lock()  # for entering into `timed` and `found`
 
 
-def table() -> dict[tuple[Any, ...], Any]:
-    """A new table: key → what to do for all calls with it. `forget` empties it."""
-    made: dict[tuple[Any, ...], Any] = {}
-    _calls.append(made)
-    return made
-
-
-def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    if len(table) >= _MAX_CALLS:
-        table.clear()
-    table[key] = value
-
-
 def forget(problem: Problem | None = None) -> None:
     """Forget the kernels of all calls, so that the next ones look for them, and what was found for a problem. Loaded
     kernels stay, because graphs may hold them."""
-    for each in _calls:
-        each.clear()
+    calls.clear()
     with lock:
         for kind in [kind for kind in timed if kind.problem == problem]:
             del timed[kind]
@@ -51,7 +36,7 @@ def clear() -> None:
     hold the lock."""
     global lock
     lock = threading.Lock()
-    for table in (*_calls, timed, found, loaded, unfit):
+    for table in (calls, timed, found, loaded, unfit):
         table.clear()
 
 

@@ -6,11 +6,10 @@ import warnings
 from typing import Any, cast
 
 import torch
-from torch.autograd import forward_ad
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function
 
 from hadagen.problem import padded_length
-from hadagen.runtime import operator
+from hadagen.runtime.calls import again, is_plain
 from hadagen.runtime.checks import (
     REAL,
     check_call,
@@ -23,15 +22,7 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.compute import Options, calls, key_of
-
-# Needed in every call, so that they are looked up only once.
-_Tensor = torch.Tensor
-_is_grad_enabled = torch.is_grad_enabled
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-_with_gradient: Any = operator.Remembered.apply  # type: ignore[attr-defined]
-_in_functorch: Any = torch._C._are_functorch_transforms_active
+from hadagen.runtime.compute import HADAMARD, Options
 
 _NEARLY = 1e-3  # relative, as a scale may have been rounded
 _has_warned = False
@@ -48,21 +39,21 @@ def hadamard_transform(
 ) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, where H_n is the Hadamard matrix of ±1 in Sylvester's order.
 
-    x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device.
-        If m is no power of two, each row is zero-padded to the next one, n, and the first m results are returned. That
-        is no orthonormal transform of rows of m, whatever the scale, and it has no inverse; `hadagen.Rotation(m)` is
-        one. If there are kernels for the GPU, they run for all types but float64 and for m from 2 to 131072. All other
-        calls run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a RuntimeWarning. The
-        number of rows may be 0.
-    scale: for m = n, n ** -0.5 makes the transform orthonormal and its own inverse. For another m, such a scale gives a
+    x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device. If m
+        is no power of two, each row is zero-padded to n, the next power of two, and the first m results are returned.
+        This is not an orthonormal transform of m elements, whatever the scale, and has no inverse;
+        `hadagen.Rotation(m)` is one. Kernels for the GPU run for all types except float64, and for m from 2 to 131072.
+        All other calls run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a
+        RuntimeWarning. The number of rows may be 0.
+    scale: n ** -0.5 makes the transform orthonormal and its own inverse if m = n. For another m, n ** -0.5 gives a
         warning once. With the default of 1, results are about √n times as large as x, and at most n times. So float16
-        overflows for n = 32768 where values of x are around 300.
+        overflows for n = 32768 if values of x are around 300.
     inplace: overwrite x and return it.
     out: the tensor to write and return, of x's shape, dtype and device; either x itself or without overlap with x.
     numerics: "accurate" rounds to the type of x once, when the result is stored. "fast" may also round between steps,
         but no more often than HadaCore.
-    batch_invariant: whether a row gives the same bits among any number of rows, however the rows lie, on every GPU of
-        the same arch. Such calls are slower at some sizes. By default they are made if HADAGEN_BATCH_INVARIANT is 1
+    batch_invariant: whether a row gives the same bits among any number of rows, with any strides, on every GPU of the
+        same arch. Batch-invariant calls are slower at some sizes. The default is True if HADAGEN_BATCH_INVARIANT is 1
         when hadagen is first used.
 
     Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
@@ -75,30 +66,12 @@ def hadamard_transform(
     """
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do: no
-    # mode, transform or subclass wants to see the operator. (While PyTorch traces, shapes are made of tensors, so no
-    # call is known.)
-    if (
-        not _is_dynamo_compiling()
-        and out is None
-        and type(x) is _Tensor
-        and not has_torch_function_unary(x)
-        and not x.is_neg()
-        and not _dispatch_modes()
-        and forward_ad._current_level < 0
-        and isinstance(scale, REAL)  # a refused type must not be found because it equals a number
-    ):
-        try:
-            address = x.data_ptr()
-            call = calls[key_of(x, address, scale, numerics, batch_invariant, inplace)]
-        except (KeyError, RuntimeError, TypeError):  # a new call, no memory (as under vmap), or a bad argument
-            address = 0
-        if address:
-            if not (x.requires_grad and _is_grad_enabled()):
-                if not (inplace and _in_functorch()):
-                    return call.run(x, address)
-            elif not (inplace or _in_functorch()):
-                return cast(torch.Tensor, _with_gradient(x, call, address))
+    # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do. A
+    # scale of a refused type must not be found because it equals a number.
+    if is_plain(x) and isinstance(scale, REAL):
+        y = again(x, (scale, numerics, batch_invariant), inplace, out)
+        if y is not None:
+            return cast(torch.Tensor, y)
     return _dispatched(x, scale, inplace, out, numerics, batch_invariant)
 
 
@@ -111,7 +84,7 @@ def _dispatched(
     check_is_tensor(x, "x")
     check_destination(x, inplace, out)
     check_is_flag(batch_invariant, "batch_invariant")
-    if _is_dynamo_compiling():  # where the operator's own checks do more for the message
+    if torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
         check_is_number(scale)
     else:
         scale = _number(scale)
@@ -120,7 +93,7 @@ def _dispatched(
             check_like(x, out)
         _warn_of_padding(x.shape[-1], scale)
     options = Options(scale if is_symbolic(scale) else float(scale), numerics, bool(batch_invariant))
-    return cast(torch.Tensor, operator.HADAMARD.dispatch(x, options, inplace, out))
+    return cast(torch.Tensor, HADAMARD.dispatch(x, options, inplace, out))
 
 
 def _warn_of_padding(columns: Any, scale: Any) -> None:

@@ -39,25 +39,25 @@ def warmup(
     layout: str = "row-major",
     round_first: bool = False,
 ) -> int:
-    """Load the kernels of later calls now, so that no call waits for one, and none is loaded in a CUDA graph capture.
+    """Load the kernels of later calls now, so that no call waits for a kernel or loads it during a CUDA graph capture.
     Kernels without a cubin for the GPU are compiled, as many at a time as there are CPUs.
 
     n: last dimensions of the later tensors, each at least 1.
     dtype: their types, such as torch.float16 or "float16".
-    rows: their numbers of rows, the product of all dimensions but the last; by default any number.
+    rows: their numbers of rows (the product of all dimensions but the last); by default any number.
     inplace, numerics: as in the later calls; by default both. `out=` counts as not in place.
     device: of the later tensors; by default the current CUDA device. Other kinds of devices have no kernels.
     batch_invariant: as in the later calls; by default what HADAGEN_BATCH_INVARIANT says.
 
-    to: formats of later calls of `rotate_quantize`. n is then what they rotate by: a `Rotation`, or a power of two, 1
-        for no rotation. inplace does not matter to them.
-    columns: the last dimensions of the later tensors; by default n, or that of the `Rotation`.
+    to: formats of later calls of `rotate_quantize`. n is then the rotation: a `Rotation`, or a power of two, 1 for no
+        rotation. inplace is ignored.
+    columns: the last dimensions of the later tensors; by default n, or the n of the `Rotation`.
     group, rule, layout, round_first: as in the later calls.
 
     Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
-    With HADAGEN_AUTOTUNE=1, each problem that these calls may ask for is measured first, if it was not yet.
+    With HADAGEN_AUTOTUNE=1, each problem of these calls is measured first, unless it was measured before.
 
-    Returns the number of different kernels that the calls may run; 0 if PyTorch does the work.
+    Returns the number of different kernels that the calls may run; 0 if PyTorch computes them.
 
     Raises `UsageError` for a bad argument or a missing device, `DeviceError` if a kernel cannot be loaded while a graph
     is captured, and `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.

@@ -108,8 +108,10 @@ class Prefetch(_Asks):
         return (self.mib << 20) // (plan.tile_elements * plan.problem.io.input.bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        if plan.persistent or plan.problem.io.rows is Rows.PITCHED:
-            yield "only of whole rows, a tile a block, the order of tiles is known ahead"
+        if plan.problem.io.rows is Rows.PITCHED:
+            yield "pitched rows lie anywhere"
+        if plan.persistent:
+            yield "blocks that loop do not take tiles in order"
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         return {"tiles": self.tiles_ahead(plan)}
@@ -126,8 +128,10 @@ class Trigger(_Asks):
         return frozenset({"dependent_launch"})
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        if plan.persistent or at == 0 or self in plan.steps[:at]:
-            yield "the next kernel is let start once, after the load, and not in a loop"
+        if plan.persistent:
+            yield "blocks that loop leave no room for the next kernel's"
+        if at == 0 or self in plan.steps[:at]:
+            yield "the next kernel is let start once, and after the load"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from hadagen.emulator import (
     verify,
 )
 from hadagen.errors import told_apart
-from hadagen.knobs import Knobs, plan_of
+from hadagen.knobs import KNOBS, Knobs, plan_of
 from hadagen.launch import RowShape, Source
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.operands import verification_operands
@@ -47,20 +47,12 @@ BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stop
 ELEMENTS = 4 * NORMAL_ELEMENTS
 # Kernels that differ in one of these differ much.
 _SHAPE = attrgetter("chunks", "warps", "cluster", "low_bits", "butterfly_carrier")
-# Knobs that the cost model ignores.
-_UNSEEN = ("accumulator", "order", "trigger", "min_blocks")
 ORDER_SEED = 2  # for a random order of the emulator's threads
 
 
 def _seen(space: Space) -> Space:
-    """The part of a space that the cost model tells apart.
-
-    Knobs that it ignores keep their first value. It counts a prefetch, but not its distance, so `ahead` keeps 0 and
-    one other value.
-    """
-    search = dict(space.arch.search)
-    search |= {name: search[name][:1] for name in _UNSEEN}
-    search["ahead"] = search["ahead"][:2]
+    """The part of a space that the cost model tells apart."""
+    search = {name: values[: KNOBS[name].estimated] for name, values in space.arch.search.items()}
     return Space(space.problem, replace(space.arch, search=search))
 
 

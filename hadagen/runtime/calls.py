@@ -1,0 +1,292 @@
+"""Calls that come again. A `Run` is what a call does. One table remembers the runs of transforms, rotations and
+quantizers, so that a call that comes again costs one look-up and one launch.
+
+A kernel that takes contiguous rows takes them at addresses that are multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import mul
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function_unary
+
+from hadagen.driver import Launch
+from hadagen.formats import Format
+from hadagen.launch import RowShape
+from hadagen.problem import Problem, Rows
+from hadagen.runtime import kernels, streams, tables
+from hadagen.runtime.checks import check_writable
+from hadagen.runtime.operands import Operands, addresses, is_packed
+
+ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
+_MAX_CALLS = 4096  # because a program may have ever new row counts
+
+Part = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and type of a result
+Range = tuple[int, int]  # addresses: the first, and the first behind the last
+
+# Needed in every call, so that they are looked up only once.
+_Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+_in_functorch: Any = torch._C._are_functorch_transforms_active
+_next_number = itertools.count().__next__
+
+
+def _find_increment_version() -> Any:
+    """A function that tells autograd of a write to tensors: PyTorch's, without its wrapper if that takes several."""
+    try:
+        torch._C._increment_version(())
+    except TypeError:
+        return torch.autograd.graph.increment_version
+    return torch._C._increment_version
+
+
+def _find_empty_strided(device_type: str) -> Any:
+    """A function that makes a tensor on the current device, from sizes, strides and type. If PyTorch has it, it is that
+    of code of torch.compile, which takes half the time of torch.empty_like."""
+
+    def empty_strided(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
+
+    guards = getattr(torch._C, "_dynamo", None)
+    return getattr(getattr(guards, "guards", None), f"_empty_strided_{device_type}", empty_strided)
+
+
+increment_version = _find_increment_version()
+_EMPTY = {name: _find_empty_strided(name) for name in ("cuda", "cpu")}
+
+
+class Run:
+    """One launch of a kernel, for all tensors that differ from x in their address only, by a multiple of 16 bytes.
+
+    launch: takes the addresses of x, of each result, and of what else differs from call to call.
+    parts: what each result is like. Tensors that are written instead are like them too.
+    of, options: the operator with whose derivative the call comes again, and its options; or the format of codes.
+    make_last: makes the last of several results; by default it holds any values.
+    clears: whether a tensor that takes the last result is filled with zeros first.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        launch: Launch,
+        parts: Sequence[Part],
+        of: Any = None,
+        options: Any = None,
+        make_last: Callable[[], torch.Tensor] | None = None,
+        clears: bool = False,
+    ) -> None:
+        self.launch, self.device, self.parts, self.of, self.options = launch, x.get_device(), parts, of, options
+        self._bytes, self._sizes = span(x), [_bytes_of(part) for part in parts]
+        first, *others = [partial(_EMPTY[x.device.type], *part) for part in parts]
+        self._make, self._make_last = first, (make_last or others[0]) if others else None
+        self._clears = clears
+        self._alone = torch.cuda.device_count() == 1  # a single device is always current
+
+    def new(self, x: int, *others: int) -> Any:
+        """The result, or the two results, for x at this address. others: what the launch takes last."""
+        device = self.device
+        if not (self._alone or streams.current_device() == device):
+            with torch.cuda.device(device):
+                return self.new(x, *others)
+        y = result = self._make()
+        if self._make_last is not None:
+            last = self._make_last()
+            result, others = (y, last), (last.data_ptr(), *others)
+        if others:
+            self.launch(streams.raw_stream(device), x, y.data_ptr(), *others)
+        else:
+            self.launch(streams.raw_stream(device), x, y.data_ptr())
+        return result
+
+    def into(self, out: Sequence[torch.Tensor], *addresses: int) -> None:
+        """The same into tensors. addresses: of x, of the tensors, and then as for `new`."""
+        if self._clears:
+            out[-1].zero_()
+        increment_version(out)  # PyTorch does not see that a kernel writes
+        if self._alone or streams.current_device() == self.device:
+            self.launch(streams.raw_stream(self.device), *addresses)
+        else:
+            streams.queue(self.launch, self.device, *addresses)
+
+    def over(self, x: torch.Tensor, address: int) -> torch.Tensor:
+        """The same into x, which lies at this address."""
+        if x.is_inference():
+            check_writable(x)
+        self.into((x,), address, address)
+        return x
+
+    def places(self, x: torch.Tensor, out: Sequence[Any], kept: Iterable[Range] = ()) -> list[int] | None:
+        """The addresses of x and of a caller's tensors that are like `parts` and may be written; None if they are
+        anything else, or share memory with each other, with x or with what is kept."""
+        with_gradient = _is_grad_enabled()
+        if _in_functorch() or (with_gradient and x.requires_grad):
+            return None
+        begin = x.data_ptr()
+        found, taken = [begin], [(begin, begin + self._bytes), *kept]
+        try:
+            for y, (shape, strides, dtype), size in zip(out, self.parts, self._sizes):  # noqa: B905 (faster)
+                if (
+                    type(y) is not _Tensor
+                    or y.dtype != dtype
+                    or y.shape != shape
+                    or y.stride() != strides
+                    or y.get_device() != self.device
+                    or y.is_neg()
+                    or (with_gradient and y.requires_grad)
+                    or (y.is_inference() and not torch.is_inference_mode_enabled())
+                ):
+                    return None
+                begin = y.data_ptr()
+                end = begin + size
+                for first, last in taken:
+                    if first < end and begin < last:
+                        return None
+                if not begin or begin % ALIGNMENT:
+                    return None
+                taken.append((begin, end))
+                found.append(begin)
+        except RuntimeError:  # it has no shape, strides or memory
+            return None
+        return found
+
+
+def span(x: torch.Tensor) -> int:
+    """Bytes from the begin of the first to the end of the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size() if x.numel() else 0
+
+
+def like(x: torch.Tensor) -> Part:
+    """A contiguous result of x's shape and type."""
+    return tuple(x.shape), torch.empty(x.shape, device="meta").stride(), x.dtype
+
+
+def _bytes_of(part: Part) -> int:
+    """Of its memory, with what fills up columns."""
+    shape, strides, dtype = part
+    return 0 if 0 in shape else max(map(mul, shape, strides), default=1) * dtype.itemsize
+
+
+# ---- calls that come again -------------------------------------------------------------------------------------------
+def is_plain(x: Any) -> bool:
+    """Whether x is a tensor of no subclass, and no mode, trace of Dynamo or lazy negation has to do with it. So a call
+    need not go through PyTorch's dispatcher, but for what x alone does not tell: derivatives and transforms."""
+    return (
+        not _is_dynamo_compiling()
+        and type(x) is _Tensor
+        and not has_torch_function_unary(x)
+        and not x.is_neg()
+        and not _dispatch_modes()
+    )
+
+
+def known(x: torch.Tensor, what: Any, inplace: bool = False) -> Run | None:
+    """What a call with x does, if it comes again with arguments that were checked; else None. (In traces that are not
+    Dynamo's, sizes are tensors, so no call is known.)
+
+    what: all that the call asks for. An entry is right for whatever lies at the addresses of operands, because `what`
+    has a number that stands for them.
+    """
+    try:
+        address, strides = x.data_ptr(), x.is_contiguous() or x.stride()
+        key = x.shape, strides, x.dtype, x.get_device(), address % ALIGNMENT, inplace, what
+        return tables.calls[key] if address else None
+    except (KeyError, RuntimeError, TypeError):  # a new call, no memory or shape, or a bad argument
+        return None
+
+
+def remember(x: torch.Tensor, what: Any, inplace: bool, run: Run) -> Run:
+    """Let `known` find what a call does."""
+    if len(tables.calls) >= _MAX_CALLS:
+        tables.calls.clear()
+    strides = x.is_contiguous() or x.stride()
+    tables.calls[x.shape, strides, x.dtype, x.get_device(), x.data_ptr() % ALIGNMENT, inplace, what] = run
+    return run
+
+
+def again(x: torch.Tensor, what: Any, inplace: bool = False, out: Any = None, kept: Sequence[Range] = ()) -> Any:
+    """The result of a call with a plain x that comes again, or out with the result; None for any other call.
+
+    kept: memory of the call's other tensors, which must not be written.
+    """
+    run = known(x, what, inplace)
+    if run is None or forward_ad._current_level >= 0:
+        return None
+    if out is None and not inplace:
+        if not (x.requires_grad and _is_grad_enabled()):
+            return run.new(x.data_ptr())
+        return None if run.of is None or _in_functorch() else run.of.follow(x, run)
+    if out is not None:
+        places = None if inplace else run.places(x, (out,), kept)
+        if places is not None:
+            run.into((out,), *places)
+            return out
+    elif not (_in_functorch() or (x.requires_grad and _is_grad_enabled())):
+        begin = x.data_ptr()
+        if not kept or all(last <= begin or begin + x.nbytes <= first for first, last in kept):
+            return run.over(x, begin)
+    return None
+
+
+# ---- rotations -------------------------------------------------------------------------------------------------------
+def number_of(of: Operands, columns: int | None = None) -> int:
+    """A number that stands for operands, for what they are and where they lie, as long as that memory is theirs. With
+    numbers, keys are cheap to compare. columns: the last dimension of x, if only one fits."""
+    matrices, orders, signs, signs_after, n, swapped, _, scale, *_ = of
+    key = (
+        matrices is not None and (matrices.data_ptr(), matrices.dtype, *orders),
+        signs is not None and signs.data_ptr(),
+        signs_after is not None and signs_after.data_ptr(),
+        (n, swapped, scale, columns),
+    )
+    number = tables.numbers.get(key)
+    if number is None:
+        if len(tables.numbers) >= _MAX_CALLS:
+            tables.numbers.clear()
+        number = tables.numbers[key] = _next_number()
+    return number
+
+
+def takes_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.numel() > 0
+
+
+def problem_of(x: torch.Tensor, of: Operands, to: Format | None = None) -> Problem | None:
+    """The problem of a kernel that does all of a rotation; None if no kernel can. to: the format of the result. Raises
+    `UsageError` where that does not fit the rows."""
+    order = of.orders[0] if of.matrices is not None else 1
+    operands = [each for each in (of.matrices, of.signs, of.signs_after) if each is not None]
+    if (
+        not takes_kernels(x)
+        or (of.matrices is not None and not is_packed(of.matrices))
+        or any(each.data_ptr() % ALIGNMENT or not each.is_contiguous() for each in operands)
+        or (of.swapped and (to is None or of.n == 1))
+    ):
+        return None
+    signed = of.signs is not None or of.signs_after is not None
+    return kernels.problem_of(
+        of.n, x.dtype, of.numerics, Rows.CONTIGUOUS, order=order, signed=signed, swapped=of.swapped, to=to
+    )
+
+
+def launch_of(
+    x: torch.Tensor,
+    of: Operands,
+    problem: Problem,
+    in_place: bool,
+    sizes: dict[str, int] | None = None,
+    changing: Sequence[str] = (),
+) -> Launch | None:
+    """The launch of a kernel for tensors like x without gaps; None if there is no such kernel. sizes, changing: more
+    operands, and those that differ from call to call, as `LoadedKernel.prepared` takes them."""
+    kind = kernels.Kind(x.get_device(), problem, in_place, of.batch_invariant)
+    operands = addresses(of) | (sizes or {})
+    return kernels.prepared(kind, x.numel(), of.scale, RowShape(of.n, of.n, of.n), operands, changing)

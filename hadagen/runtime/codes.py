@@ -1,0 +1,329 @@
+"""Codes and scales of x, by a kernel or in PyTorch, and `torch.ops.hadagen.rotate_quantize`. `rotate_quantize` is the
+function that calls this. A kernel takes rows without gaps at an address that is a multiple of 16 bytes, and does all of
+it: rotation, largest magnitudes, codes and scales."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from hadagen import quantizer
+from hadagen.errors import TensorError, UsageError
+from hadagen.formats import ROW, TENSOR, Format, Layout
+from hadagen.operands import sizes_for
+from hadagen.problem import LEAST_GROUP, Problem
+from hadagen.runtime import calls
+from hadagen.runtime.calls import ALIGNMENT, Part, Run, problem_of, span
+from hadagen.runtime.checks import check_alike, check_is_tensor, check_writable, is_functional, kind_of, shape_of
+from hadagen.runtime.linear import needs_derivative, register
+from hadagen.runtime.operands import Operands, check
+from hadagen.runtime.rotate import check_whole, rotated
+
+_MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
+NAMES = "out.codes", "out.scales"
+
+Results = tuple[torch.Tensor, torch.Tensor]  # codes and scales
+
+
+# ---- how they lie ----------------------------------------------------------------------------------------------------
+def order_of(x: torch.Tensor, form: Format) -> list[int]:
+    """The dimensions of x in the order of its rows: by their strides, so that a permuted x is not copied; as they are
+    where the layout of scales counts rows, heads are stretches of rows, or a dimension was expanded."""
+    leading, strides = list(range(x.dim() - 1)), x.stride()
+    if form.layout is Layout.ROW_MAJOR and not form.by_head and not x.is_contiguous() and 0 not in strides[:-1]:
+        leading.sort(key=lambda dimension: -strides[dimension])
+    return [*leading, x.dim() - 1]
+
+
+def shaped(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor) -> Results:
+    """Codes and scales like `parts_of` x, of contiguous codes of rows in their order and their scales."""
+    of_codes, of_scales = parts_of(x, form)
+    codes = codes.as_strided(*of_codes[:2])
+    return codes, scales if form.group == TENSOR else scales.as_strided(*of_scales[:2])
+
+
+def parts_of(x: torch.Tensor, form: Format) -> tuple[Part, Part]:
+    """What codes and scales of x are. By formula, so that sizes of x may be symbols, without a guard on them."""
+    *leading, columns = x.shape
+    order, rows, groups = order_of(x, form), prod(leading), form.scales_in_row(columns)
+    of_codes, of_scales = quantizer.types(form, x.dtype)
+    codes = (*leading, columns * form.element.bits // 8)
+    scales = quantizer.shape_of_scales(leading, groups, form.layout)
+    if form.group == TENSOR:
+        scales = ()
+    elif form.group == ROW and form.name != "int8-row":
+        scales = scales[:-1]
+    strides = _strides(scales, order)
+    if form.layout.in_columns:
+        pitch, _ = form.layout.filled_up(rows, groups, of_scales.itemsize)
+        strides = 1, torch.sym_max(pitch, 1)  # type: ignore[no-untyped-call]
+    return (codes, _strides(codes, order), of_codes), (scales, strides, of_scales)
+
+
+def _strides(sizes: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
+    """Those of a tensor without gaps, whose dimensions lie in memory in this order, the fastest last."""
+    strides, step = [1] * len(sizes), 1
+    for dimension in reversed(order[: len(sizes)]):
+        strides[dimension] = step
+        step *= torch.sym_max(sizes[dimension], 1)  # type: ignore[no-untyped-call]
+    return tuple(strides)
+
+
+def fill_up(scales: torch.Tensor) -> None:
+    """Zero what fills up each column of scales. Raises `TensorError` where their memory ends before."""
+    (rows, groups), size = scales.shape, scales.element_size()
+    pitch = Layout.COLUMN_MAJOR.filled_up(rows, groups, size)[0]
+    if pitch == rows or not groups:
+        return
+    first = scales.storage_offset()
+    has, needs = scales.untyped_storage().nbytes(), (first + pitch * groups) * size
+    if has < needs:
+        raise TensorError(
+            f"out.scales lies in {has} bytes but ends at byte {needs}, as columns are filled up to {pitch} rows; pass "
+            "scales that a call returned"
+        )
+    scales.as_strided((groups, pitch - rows), (pitch, 1), first + rows).zero_()
+
+
+# ---- what makes them -------------------------------------------------------------------------------------------------
+def make(
+    x: torch.Tensor,
+    of: Operands,
+    form: Format,
+    round_first: bool,
+    given: torch.Tensor | None,
+    out: Sequence[torch.Tensor] | None = None,
+    what: Any = None,
+) -> Results:
+    """Codes and scales of x, which has memory and no derivative. Where the call has one scale, only codes say anything.
+
+    given: the scale of the call, if the format needs one. out: what the results are written into. what: that of a call
+    which comes again without the operator; it is remembered if a kernel takes x as it lies.
+    """
+    as_made = form.by_kernels
+    rows = x.permute(order_of(x, as_made))
+    if calls.takes_kernels(x) and not is_ready(rows):
+        rows, what = rows.clone(memory_format=torch.contiguous_format), None
+    run = _run(rows, x, of, as_made, round_first, given)
+    if run is None:
+        codes, scales = shaped(x, as_made, *_in_pytorch(rows, of, as_made, round_first, given))
+    else:
+        others = [] if given is None else [given.data_ptr()]
+        if as_made is form:
+            places = [each.data_ptr() for each in out or ()]
+            if what is not None:
+                calls.remember(x, what, False, run)
+            if out is not None and not any(place % ALIGNMENT for place in places):
+                run.into(out, rows.data_ptr(), *places, *others)
+                return out[0], out[-1]
+        made = run.new(rows.data_ptr(), *others)
+        codes, scales = (made, made) if form.group == TENSOR else made
+    if as_made is not form:
+        scales = quantizer.laid_out(scales.reshape(-1, scales.shape[-1]), form.layout, (*x.shape[:-2],))
+        codes = codes.contiguous()
+    for each, values in zip(out or (), (codes, scales), strict=False):  # out has no scales, where the call has one
+        each.copy_(values)
+    return codes, scales
+
+
+def is_ready(rows: torch.Tensor) -> bool:
+    """Whether kernels take rows, whose dimensions are in order, as they lie."""
+    return rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0
+
+
+def _run(
+    rows: torch.Tensor, x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
+) -> Run | None:
+    """What launches a kernel for rows: x, or a copy of it, with its dimensions in order; None if there is none."""
+    if not calls.takes_kernels(x):
+        return None
+    heads = given.numel() if form.by_head and given is not None else 1  # how many have a scale
+    asked = calls.number_of(of), of.numerics, of.batch_invariant
+    what = *order_of(x, form), form.key, round_first, heads, *asked
+    run = calls.known(rows, what)
+    if run is not None:
+        return run
+    check_whole(of)
+    problem, columns = problem_for(x, of, form, round_first), x.shape[-1]
+    if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
+        return None
+    if of.batch_invariant and columns % problem.unit:  # where kernels take some numbers of rows only
+        return None
+    units_in_head, rest = divmod(x.numel() // problem.unit, heads)
+    if rest:
+        return None
+    count, groups, of_tensor = x.numel() // columns, form.scales_in_row(columns), form.group == TENSOR
+    changing = [*([] if of_tensor else ["scales"]), *["tensor_scale"] * form.needs_scale]
+    launch = calls.launch_of(x, of, problem, False, sizes_for(form, count, columns, units_in_head), changing)
+    if launch is None:
+        return None
+    parts: Sequence[Part] = parts_of(x, form)
+    dtype, make_last = parts[1][2], None
+    if of_tensor:
+        parts = parts[:1]
+    elif quantizer.room(count, groups, form.layout, dtype.itemsize) > count * groups:
+        make_last = functools.partial(quantizer.laid_out_empty, count, groups, form.layout, dtype, x.device)
+    clears = make_last is not None and form.layout is Layout.SWIZZLED
+    return calls.remember(rows, what, False, Run(x, launch, parts, None, form, make_last, clears))
+
+
+def problem_for(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Problem | None:
+    """The problem of a kernel that does all of it; None if no kernel can."""
+    try:
+        return problem_of(x, of, form.for_rows(x.shape[-1], round_first))
+    except UsageError:  # groups that are no part of a tile
+        return None
+
+
+def _in_pytorch(
+    rows: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
+) -> Results:
+    values = rotated(rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format), of, True)
+    if round_first:
+        values = values.to(rows.dtype).float()
+    return quantizer.quantize(values.view(-1, rows.shape[-1]), form, rows.dtype, given)
+
+
+# ---- out= ------------------------------------------------------------------------------------------------------------
+def written_of(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]:
+    """What is written of a destination: without scales, where the call has one. Raises TypeError."""
+    written = destination[: 1 if form.group == TENSOR else 2]
+    for name, each in zip(NAMES[: len(written)], written, strict=True):  # older Dynamos take False for True
+        check_is_tensor(each, name)
+    return [quantizer.as_bytes(each) for each in written]
+
+
+def check_parts(written: Sequence[torch.Tensor], parts: Sequence[Part], x: torch.Tensor) -> None:
+    """Raises `TensorError` for what is not like the result for x."""
+    for name, each, (shape, strides, dtype) in zip(NAMES, written, parts, strict=False):
+        check_alike(x, each, name)
+        if each.is_neg():
+            raise TensorError(f"{name} is a view that negates what it reads; pass {name}.resolve_neg()")
+        if is_functional(each) or is_functional(x):
+            raise TensorError("out= is not possible under torch.func.functionalize; leave it out")
+        is_like = each.layout is torch.strided and not each.is_nested and each.shape == shape and each.dtype == dtype
+        if not is_like or each.device != x.device or not _lies_like(each, strides):
+            lies = f" with the strides {each.stride()}" if each.layout is torch.strided and not each.is_nested else ""
+            raise TensorError(
+                f"{name} is {kind_of(each)} {shape_of(each)}{lies} on {each.device}; this call needs strided "
+                f"{str(dtype).removeprefix('torch.')} {shape} with the strides {strides} on {x.device}"
+            )
+
+
+def _lies_like(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether it has these strides, as far as they say where an element lies."""
+    each = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return tensor.numel() == 0 or all(size == 1 or mine == wanted for size, mine, wanted in each)
+
+
+def check_free(
+    written: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    given: torch.Tensor | None,
+    form: Format,
+    operands: Sequence[tuple[str, torch.Tensor]],
+) -> None:
+    """Raises `TensorError` for memory that PyTorch forbids to write, or that is that of another tensor of the call.
+
+    operands: those of the rotation, with their names in messages.
+    """
+    named = [("x", x), *([] if given is None else [("tensor_scale", given)]), *operands]
+    others = [(name, each.data_ptr(), span(each)) for name, each in named]
+    for name, each in zip(NAMES, written, strict=False):
+        check_writable(each)
+        begin, size = each.data_ptr(), span(each)
+        if name == "out.scales" and form.layout.in_columns and size:  # with what fills up the last column
+            size = each.shape[-1] * each.stride(-1) * each.element_size()
+        for other, first, of_other in others:
+            if -size < begin - first < of_other:
+                raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
+        others.append((name, begin, size))
+
+
+# ---- the operators ---------------------------------------------------------------------------------------------------
+_OUT_AT = 15  # where codes and scales of out stand behind x
+# In compiled code too, results have the strides that those of x say.
+_EXACT_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+_format = functools.lru_cache(maxsize=256)(Format.choose)
+
+
+def _arguments(*options: Any) -> tuple[Operands, Format, bool, torch.Tensor | None]:
+    of: Any = *options[:6], False, *options[6:9]
+    return Operands(*of), _format(*options[9:13]), options[13], options[14]
+
+
+def _new(x: torch.Tensor, *options: Any) -> Results:
+    arguments = _arguments(*options)
+    _check(x, *arguments)
+    codes, scales = make(x, *arguments)
+    if arguments[1].group == TENSOR:
+        scales = codes.new_zeros((), dtype=torch.float32)  # says nothing; an operator returns no argument
+    return codes, scales
+
+
+def _check(x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None) -> None:
+    """Raises `TensorError` for arguments of different devices, of which kernels would read any memory."""
+    check(x, of)
+    if given is not None and given.device != x.device:
+        raise TensorError(f"tensor_scale is on {given.device} but x on {x.device}; move one of them with .to")
+
+
+def _shapes(x: torch.Tensor, *options: Any) -> Results:
+    """Codes and scales of a tensor without memory."""
+    arguments = _arguments(*options)
+    _check(x, *arguments)
+    form = arguments[1]
+    codes, scales = (x.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in parts_of(x, form))
+    if form.layout.in_columns:  # in memory that ends with what fills up the last column
+        memory = scales.new_empty(scales.shape[1] * scales.stride(1))
+        scales = memory.as_strided(scales.shape, scales.stride())
+    return codes, scales
+
+
+def _into(x: torch.Tensor, *options: Any) -> None:
+    of, form, round_first, given = _arguments(*options[:_OUT_AT])
+    _check(x, of, form, round_first, given)
+    written = written_of(options[_OUT_AT:], form)
+    check_parts(written, parts_of(x, form), x)
+    check_free(written, x, given, form, of.tensors)
+    make(x, of, form, round_first, given, written)
+
+
+def _shapes_into(x: torch.Tensor, *options: Any) -> None:
+    arguments = _arguments(*options[:_OUT_AT])
+    _check(x, *arguments)
+    form = arguments[1]
+    check_parts(written_of(options[_OUT_AT:], form), parts_of(x, form), x)
+
+
+def _without_derivative(operator: str) -> Any:
+    def below(x: torch.Tensor, *options: Any) -> Any:
+        for name, tensor in (("x", x), *(("out", each) for each in options[_OUT_AT:] if each is not None)):
+            if needs_derivative(tensor):
+                raise TensorError(f"{name} has a derivative, which quantized codes do not have; pass {name}.detach()")
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.hadagen, operator).default(x, *options)
+
+    return below
+
+
+NEW, INTO = (
+    register(
+        name,
+        "(Tensor x, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, "
+        "Scalar scale, str numerics, bool batch_invariant, str to, int group, str rule, str layout, bool round_first, "
+        f"Tensor? given{out}) -> {results}",
+        real,
+        fake,
+        _without_derivative(name),
+        _EXACT_STRIDES,
+    )
+    for name, out, results, real, fake in (
+        ("rotate_quantize", "", "(Tensor, Tensor)", _new, _shapes),
+        ("rotate_quantize_into", ", Tensor(a!) codes, Tensor(b!)? scales", "()", _into, _shapes_into),
+    )
+)
