@@ -286,14 +286,13 @@ def test_a_call_runs_what_its_class_won_then_another_class_of_the_model(
     assert (best.us is None) is (match is not Match.SAME_GPU)
 
 
-def test_classes_have_trials_and_winners_of_their_own(tmp_path: Path) -> None:
+def test_classes_have_trials_and_winners_of_their_own(store: Store, tmp_path: Path) -> None:
     tuned = replace(H200, memory_bytes=141 * GIB, power_limit_watts=700)
     limited = replace(tuned, gpu="NVIDIA H200, 450 W", power_limit_watts=450)
     trials = [make_trial(1, environment=tuned), make_trial(2, environment=limited)]
-    with Store.open(tmp_path / "trials.db") as store:
-        store.record(*trials)
-        assert store.trials(gpu=tuned.gpu) == trials[:1]
-        assert store.checked()[1].environment == limited
+    store.record(*trials)
+    assert store.trials(gpu=tuned.gpu) == trials[:1]
+    assert store.checked()[1].environment == limited
     bundle = Bundle.open(write_trials(tmp_path / "sm90.db", trials))
     assert bundle.gpus() == [tuned.gpu, limited.gpu]
     assert {entry.gpu: entry.knobs["chunks"] for entry in bundle.all_entries()} == {tuned.gpu: 1, limited.gpu: 2}
@@ -316,13 +315,17 @@ def watching(gpu: FakeGpu | None, listed: dict[int, int] | None = None, **since:
     return monitor
 
 
+def watched(gpu: FakeGpu, listed: dict[int, int] | None = None, **since: Any) -> tuple[FakeGpu, Monitor]:
+    """A GPU, and the monitor that watches it."""
+    return gpu, watching(gpu, listed, **since)
+
+
 def reason(found: Disturbed | None) -> str:
     return found.reason if found else ""
 
 
 def test_an_idle_gpu_costs_a_few_questions_and_no_pause() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu)
+    gpu, monitor = watched(FakeGpu())
     gpu.asked, gpu.percent = 0, 100  # which is our own work
     assert monitor.look() is None
     assert monitor.look(after=True) is None
@@ -338,8 +341,7 @@ def test_without_answers_nothing_disturbs(gpu: FakeGpu | None) -> None:
 
 # ---- other processes -------------------------------------------------------------------------------------------------
 def test_a_process_that_runs_is_named() -> None:
-    gpu = FakeGpu(names={THEM: "python3"})
-    monitor = watching(gpu, listed={US: GIB, THEM: GIB}, ran={US: 60, THEM: 97})
+    gpu, monitor = watched(FakeGpu(names={THEM: "python3"}), listed={US: GIB, THEM: GIB}, ran={US: 60, THEM: 97})
     assert monitor.look() == Disturbed(
         "process 12 (python3) uses the GPU, 97 % of the time",
         "stop it, or choose another GPU with --device or CUDA_VISIBLE_DEVICES",
@@ -359,8 +361,9 @@ def test_many_processes_are_named_in_short() -> None:
 
 def test_a_process_that_only_holds_memory_is_asked_about_now_and_then() -> None:
     """In a container, where NVML does not name us among those that ran."""
-    gpu = FakeGpu(later=[(0.5, {"percent": 0})])
-    monitor = watching(gpu, listed={US: GIB, THEM: GIB}, ran={4711: 80}, percent=90)  # which was our own work
+    gpu, monitor = watched(
+        FakeGpu(later=[(0.5, {"percent": 0})]), listed={US: GIB, THEM: GIB}, ran={4711: 80}, percent=90
+    )  # which was our own work
     assert monitor.look() is None
     assert gpu.now == pytest.approx(0.5)
     gpu.percent = 100  # ours again
@@ -375,8 +378,7 @@ def test_a_process_that_only_holds_memory_is_asked_about_now_and_then() -> None:
 
 
 def test_a_process_that_no_list_has_shows_by_its_memory_and_its_work() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu, used=2 * GIB, percent=97)
+    gpu, monitor = watched(FakeGpu(), used=2 * GIB, percent=97)
     assert reason(monitor.look()) == "another process uses the GPU, 97 % of the time"
     assert 1.0 < gpu.now < 2.0
     assert monitor.look()  # at once, and each time while it runs
@@ -389,9 +391,7 @@ def test_a_process_that_no_list_has_shows_by_its_memory_and_its_work() -> None:
 
 
 def test_what_runs_before_we_begin_is_no_work_of_ours() -> None:
-    gpu = FakeGpu(percent=97)
-    monitor = watching(gpu)
-    assert reason(monitor.look()) == "another process uses the GPU, 97 % of the time"
+    assert reason(watching(FakeGpu(percent=97)).look()) == "another process uses the GPU, 97 % of the time"
     ended = FakeGpu(percent=97, later=[(0.2, {"percent": 0})])  # such as the process before this one
     assert watching(ended).look() is None
 
@@ -408,8 +408,7 @@ def test_memory_that_we_asked_for_is_nobody_elses() -> None:
 
 
 def test_in_a_container_we_are_the_process_that_came() -> None:
-    gpu = FakeGpu(listed={THEM: GIB}, percent=0)
-    monitor = watching(gpu, listed={THEM: GIB, 4711: GIB}, ran={4711: 90})
+    gpu, monitor = watched(FakeGpu(listed={THEM: GIB}, percent=0), listed={THEM: GIB, 4711: GIB}, ran={4711: 90})
     assert monitor.look() is None
     assert gpu.now == 0.0
     gpu.ran = {4711: 90, THEM: 30}
@@ -417,8 +416,7 @@ def test_in_a_container_we_are_the_process_that_came() -> None:
 
 
 def test_who_has_the_memory_is_named_where_it_runs_out() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu)
+    gpu, monitor = watched(FakeGpu())
     assert monitor.crowded() is None
     gpu.listed = {US: GIB, THEM: 70 * GIB}
     assert reason(monitor.crowded()) == "the memory of the GPU is full, of which process 12 has 70.0 GiB"
@@ -437,8 +435,7 @@ def test_who_has_the_memory_is_named_where_it_runs_out() -> None:
     ],
 )
 def test_a_gpu_that_is_slowed_down_is_noticed_until_it_recovers(bits: int, why: str) -> None:
-    gpu = FakeGpu(later=[(10.0, {"reasons": 0})])
-    monitor = watching(gpu, reasons=bits)
+    gpu, monitor = watched(FakeGpu(later=[(10.0, {"reasons": 0})]), reasons=bits)
     for after in (False, True):
         found = monitor.look(after)
         assert found.reason == f"the GPU is slowed down: {why}"
@@ -459,8 +456,7 @@ def test_reasons_that_a_gpu_has_in_normal_use_disturb_nothing(bits: int) -> None
 
 
 def test_clocks_that_fall_for_no_known_reason_are_noticed() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu, mhz=1200)
+    gpu, monitor = watched(FakeGpu(), mhz=1200)
     assert monitor.look() is None  # it may have been idle
     assert reason(monitor.look(after=True)) == "the GPU is slowed down: its clock fell from 1980 to 1200 MHz"
     for reasons in (libnvml.GPU_IDLE, libnvml.SW_POWER_CAP):
@@ -470,10 +466,8 @@ def test_clocks_that_fall_for_no_known_reason_are_noticed() -> None:
 
 
 def test_a_gpu_that_becomes_another_class_is_noticed() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu, limit=450)
-    found = monitor.look()
-    assert found.reason == "its settings were changed, and NVIDIA H200 became NVIDIA H200, 450 W"
+    found = watching(FakeGpu(), limit=450).look()
+    assert reason(found) == "its settings were changed, and NVIDIA H200 became NVIDIA H200, 450 W"
 
 
 # ---- what the measuring process answers ------------------------------------------------------------------------------
