@@ -636,7 +636,7 @@ def test_out_has_no_derivative() -> None:
         (
             lambda x: rotate_quantize(x, to="largest").dequantize(),
             UsageError,
-            "largest has no codes, so nothing can be dequantized; read scales",
+            "largest has no codes to dequantize; use its scales",
         ),
         (
             lambda x: rotate_quantize(x, to="largest", gradient=True),

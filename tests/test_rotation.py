@@ -555,7 +555,7 @@ SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
         ((3, SINGULAR.double() * 1e200), {}, "cannot be made orthonormal"),
         ((3, SINGULAR.cfloat()), {}, "the matrix is a complex64 tensor; pass real numbers"),
         ((9, [SINGULAR, SINGULAR.to("meta")]), {}, "the matrix has no values, unlike another"),
-        ((3, SINGULAR.to_sparse()), {}, "the matrix has a layout without a value for each entry"),
+        ((3, SINGULAR.to_sparse()), {}, "the matrix is sparse or nested; pass a dense tensor"),
         ((3, SINGULAR.clone().requires_grad_()), {}, r"pass matrix.detach\(\)"),
         ((10, SINGULAR), {}, "n = 10 is not 3 times a power of two"),
         ((18, SINGULAR), {}, "n = 18 is not 3 times a power of two"),

@@ -124,7 +124,7 @@ def _check_kind(matrix: torch.Tensor) -> None:
     """Raises TypeError, `UsageError` and `TensorError`. Reads no values."""
     check_is_tensor(matrix, "matrix")
     if matrix.is_nested or matrix.layout is not torch.strided:
-        raise UsageError("the matrix has a layout without a value for each entry; pass a dense tensor")
+        raise UsageError("the matrix is sparse or nested; pass a dense tensor")
     if matrix.is_complex() or matrix.dtype == torch.bool or matrix.is_quantized:
         plain = str(matrix.dtype).removeprefix("torch.")
         raise UsageError(f"the matrix is a {plain} tensor; pass real numbers")

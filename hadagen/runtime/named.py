@@ -141,8 +141,8 @@ def stored_on(
             own = scale_of(list(map(mean_square_of_rows, parts)), orders, n)
             if own != scale and parts[0].dtype == torch.int8:
                 raise TensorError(
-                    f"the given matrices need the scale {own}, but the call was traced for others, of {scale}; trace "
-                    "it anew"
+                    f"the given matrices need the scale {own}, but the call was traced for matrices of the scale "
+                    f"{scale}; trace the call again"
                 )
             if own != scale:  # a trace has the scale of the matrices with which it was made
                 parts[0] = (parts[0].double() * (float(own) / float(scale))).to(parts[0].dtype)

@@ -185,7 +185,7 @@ class Quantized:
         self._check_parts()
         form = self.format
         if form.element is Element.NONE:
-            raise UsageError(f"{form.name} has no codes, so nothing can be dequantized; read scales")
+            raise UsageError(f"{form.name} has no codes to dequantize; use its scales")
         if torch.compiler.is_compiling():
             return  # where sizes may be unknown
         if not self.codes.dim():
