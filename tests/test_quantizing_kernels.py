@@ -70,7 +70,7 @@ def emulated(
         all_bytes(codes),
         scale=scale,
         operands=operands,
-        scales=None if to.group == TENSOR else (memory, x.shape[0] * in_row * scales.element_size()),
+        outputs={} if to.group == TENSOR else {"scales": (memory, x.shape[0] * in_row * scales.element_size())},
     )
     assert report.complaint == ""
     assert report.uninitialized_reads == 0

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from hadagen.bits import decode, encode
 from hadagen.problem import MAX_LOG2_N, ROUNDING_ERROR, DType, Numerics, Problem
-from hadagen.reference import INPUT_CLASSES, NORMAL_ELEMENTS, hadamard, input_classes, relative_error, verification_scale
+from hadagen.reference import (
+    INPUT_CLASSES,
+    NORMAL_ELEMENTS,
+    hadamard,
+    input_classes,
+    relative_error,
+    verification_scale,
+)
 
 TORCH_TYPES = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
 ONE_ROUNDING = {DType.FLOAT16: 2.2e-4, DType.BFLOAT16: 1.8e-3, DType.FLOAT32: 3e-8}
