@@ -249,7 +249,7 @@ def test_only_what_was_loaded_of_one_row_and_crosses_blocks_once_is_normalized()
     with pytest.raises(UsageError, match="sums of packed values are not fp16"):
         changed(plan, 2, dataclasses.replace(first, accumulator=FP16))
     exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
-    with pytest.raises(UsageError, match="only fp32 values have two vectors a chunk"):
+    with pytest.raises(UsageError, match="only an fp32 exchange has two vectors a chunk"):
         changed(plan, exchange, dataclasses.replace(plan.steps[exchange], rounds=2))
     wide = build_plan(Problem.of(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
     with pytest.raises(UsageError, match="levels cross to other blocks with fp16, in one exchange"):
