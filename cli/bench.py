@@ -142,7 +142,7 @@ class Choice(NamedTuple):
 def _choose(
     asked: Iterable[tuple[Problem, int, Destination]], caches: Sequence[Cache], target: Device, l2_bytes: int
 ) -> Iterator[Choice]:
-    """What a call runs in each regime; `caches` empty: in the one that decides."""
+    """Yields the kernel of a call in each regime; with empty `caches`, only in the regime that decides."""
     from hadagen.measure import Cell, is_timed
     from hadagen.regimes import deciding_cache
 
@@ -158,7 +158,7 @@ def _choose(
 def _found(
     asked: Iterable[tuple[Problem, int, Destination]], target: Device
 ) -> Iterator[tuple[Problem, int, Destination, tuple[BundleEntry, Bundle]]]:
-    """The same with what a call runs there, where that was compiled for the arch."""
+    """The choice with the kernel that a call runs on the device, if it was compiled for the arch."""
     from hadagen.runtime.choose import choose_from_bundles
 
     for problem, elements, destination in asked:
@@ -170,8 +170,8 @@ def _found(
 def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tuple[list[Row], list[str]]:
     """Verify and time the choices on a device, and the other libraries beside them; rows of a kind together.
 
-    Also sentences on what could not be timed, because verification refused it, the device failed or somebody
-    interrupted it. The rest is.
+    Also returns sentences on kernels that were not timed, because verification refused them, the device failed or
+    somebody interrupted.
     """
     from hadagen.measure import Variant
 
@@ -228,7 +228,7 @@ def _row(library: str, problem: Problem, cell: Cell, us: float, copy_us: float, 
 
 def _print(gpu: str, rows: Sequence[Row], elements: Sequence[int], by_regime: bool) -> None:
     """A table for each dtype, numerics, kind of rows, matrix and destination, and for each regime if any was asked for.
-    A column shows the rows that were timed for one of the sizes asked for."""
+    A column has the rows that were timed for a size that was asked for."""
     from hadagen.regimes import timed_elements
 
     ours = [row for row in rows if row["library"] == OURS]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--arch", help="Target architecture, such as sm90.  [default: that of this machine's GPU]")
+@click.option("--arch", help="Target architecture, such as sm90.  [default: arch of this machine's GPU]")
 @options.problem
 @click.option("--rows", type=int, required=True, help="Rows of the input.")
 @options.inplace
@@ -90,12 +90,12 @@ def _why_none(config: BestConfig) -> str:
     arch = nearest_arch(config.device.arch)
     if arch and Space(config.problem, load_arch(arch)).closest(Knobs()) is None:
         why = f"hadagen emit --arch {arch} --problem {config.problem.key} --space"
-        return f"no plan for rows of {config.problem.n} fits on {arch}; take shorter ones, or see why: {why}"
+        return f"no plan for rows of {config.problem.n} fits on {arch}; take shorter rows, or see why: {why}"
     return how_to_tune(config.problem, config.device.arch)
 
 
 def _why_not_measured(config: BestConfig) -> str:
-    """On which GPU and at which size the kernel was measured, if at all, and on and at which it was not."""
+    """The GPUs and sizes at which the kernel was measured, if any, and where it was not measured."""
     from hadagen.runtime.best import is_near
     from hadagen.runtime.choose import Match
 
@@ -113,7 +113,7 @@ def _why_not_measured(config: BestConfig) -> str:
 
 
 def _time(config: BestConfig) -> str:
-    """What was measured, and on which GPU where that is not the one asked for."""
+    """The measured time, and the GPU if it is another than the caller named."""
     from hadagen.regimes import timed_rows
     from hadagen.runtime.choose import Match
 

@@ -1,4 +1,4 @@
-"""`hadagen bench between`: what calls lose where no kernel was tuned, between the element counts that were."""
+"""`hadagen bench between`: what calls lose between the element counts at which kernels were tuned."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _candidates(
 
 
 def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[tuple[Cell, float], ...]:
-    """What ranks kernels there: the regime that decides, and the other one, where kernels are timed in it too."""
+    """The regimes that rank kernels: the regime that decides, and the other regime if kernels are timed in it too."""
     from hadagen.measure import cells_at
     from hadagen.regimes import other_share
 

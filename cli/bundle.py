@@ -52,7 +52,7 @@ bundle.add_command(list_)
     callback=options.within(0, 1),
     default=LOSS,
     show_default=True,
-    help="How much slower than the best kernel the chosen small set may be, at any size.",
+    help="Fraction of the speed that may be lost, at any size, to keep fewer kernels.",
 )
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
@@ -308,7 +308,7 @@ def export(path: Path, out: str, gpu: str | None) -> None:
 
 
 def _keep_others(out: Path, sources: Iterable[Path], instead: str) -> None:
-    """Raises `UsageError` where `out` would replace a file that is none of the sources."""
+    """Raises `UsageError` if `out` would replace a file that is not among the sources."""
     if out.exists() and not any(source.exists() and source.samefile(out) for source in sources):
         raise UsageError(f"{out} is there already and would be lost; name a new file last, or {instead}")
 
@@ -324,7 +324,7 @@ def unused_text(path: Path) -> str:
 def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
     """Where the winners of a database go: to `given`, or where calls find them.
 
-    Raises `UsageError` where that is the database, and `StorageError` where no bundle can be written there.
+    Raises `UsageError` if this is the database, and `StorageError` if no bundle can be written there.
     """
     from hadagen.tuning_db.bundle_writer import check_bundle_place
     from hadagen.tuning_db.database import file_of
@@ -350,7 +350,7 @@ def _opened(paths: tuple[Path, ...]) -> Sequence[Bundle]:
 
 
 def _some(found: Sequence[Item]) -> Sequence[Item]:
-    """The same. Raises `StorageError` where there is none."""
+    """The paths. Raises `StorageError` if there are none."""
     if not found:
         raise StorageError("there is no bundle; make one with hadagen tune, or name one")
     return found

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("compile")
-@click.option("--arch", help="Target architecture, such as sm90.  [default: that of this machine's GPU]")
+@click.option("--arch", help="Target architecture, such as sm90.  [default: arch of this machine's GPU]")
 @options.problems()
 @click.option("--batch-invariant", is_flag=True, help="As in the calls: the same bits among any number of rows.")
 @click.option("--device", metavar="NAME", help="GPU to choose for, such as 'NVIDIA H100 80GB HBM3'.")

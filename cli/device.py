@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment | None]:
-    """The arch named, by default that of the GPU here, or the nearest older one that is known, or sm90; and the CUDA
-    device asked for, by default the first one. The device is None if none was asked for and there is none, or if it is
-    of another arch.
+    """The arch and the CUDA device to work for.
 
-    Raises `DeviceError` where the device asked for cannot be used, and `UsageError` where the arch is not known.
+    arch: by default the arch of the GPU here, or the nearest older known arch; without a GPU, sm90. device: by default
+    the first GPU. The device is None if it was not given and there is no GPU, or if the GPU has another arch.
+
+    Raises `DeviceError` if the given device cannot be used, and `UsageError` if the arch is not known.
     """
     from hadagen.arch import load_arch
     from hadagen.measure import device_environment
@@ -46,7 +47,7 @@ def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment 
 
 
 def find_device(index: int) -> tuple[Environment, Device]:
-    """The CUDA device of that index, and what kernels are chosen for it by. Raises `DeviceError`."""
+    """The environment of the CUDA device of an index, and the device as `choose` takes it. Raises `DeviceError`."""
     from hadagen.measure import device_environment
     from hadagen.runtime.device import Device
 
@@ -69,7 +70,7 @@ def runnable(bundle: Bundle, entry: BundleEntry) -> Kernel:
 
 
 def no_kernels(target: Device, problems: Sequence[Problem]) -> DeviceError:
-    """That calls of these problems find nothing to run on a device, and how to get it."""
+    """The error for calls of problems without a kernel on a device, with the command that makes kernels."""
     of = f" of {problems[0].key}" if _has_bundle(target.arch) else ""
     how = how_to_tune(problems[0], target.arch)
     return DeviceError(f"no bundle has kernels{of} for {target.gpu} ({target.arch}); {how}")
@@ -99,7 +100,7 @@ def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str =
 
 
 def find_toolchain(kind: str = DEFAULT) -> Toolchain:
-    """The toolchain with that compiler. If another one stands in, stderr says why. Raises `ToolchainError`."""
+    """The toolchain with a compiler. If another compiler replaces it, stderr says why. Raises `ToolchainError`."""
     from hadagen.toolchain import Toolchain
 
     toolchain = Toolchain.find(kind)
@@ -112,10 +113,9 @@ def find_toolchain(kind: str = DEFAULT) -> Toolchain:
 def measuring(
     environment: Environment, index: int, toolchain: Toolchain | None = None, **how: Any
 ) -> Iterator[DeviceRunner]:
-    """A runner on the CUDA device of that index, which is what `environment` says; `how` as `DeviceRunner` takes it.
+    """A runner on the CUDA device of an index, which `environment` describes; `how` as for `DeviceRunner`.
 
-    Raises `UsageError` where its arch is not known, and `ToolchainError` where the copy kernels beside which it times
-    cannot be built.
+    Raises `UsageError` if its arch is not known, and `ToolchainError` if the copy kernels cannot be built.
     """
     from hadagen.arch import load_arch
     from hadagen.measure import DeviceRunner, copy_sources

@@ -37,8 +37,8 @@ TUNES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `missing` limits what can be done here; `broken` is there and does not work; `untried`
-    may work, but what it needs for a trial is missing or broken; with `busy`, times would be wrong now."""
+    """One line of the report. `missing` limits what can be done here; `broken` is installed and does not work;
+    `untried` may work, but a trial needs something that is missing or broken; with `busy`, times would be wrong now."""
 
     name: str
     state: str
@@ -79,7 +79,8 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
 
 def _examined() -> list[Check]:
-    """All of `CHECKS`; where one needs others that are not sound, it is not tried, or would be blamed for them."""
+    """All `CHECKS`. A check that needs another check which failed is not tried, because it would be blamed for the
+    other failure."""
     done: dict[str, Check] = {}
     for name, check in CHECKS.items():
         lacks = [need for need in NEEDS.get(name, ()) if done[need].state != OK]
@@ -128,7 +129,8 @@ def _gpu() -> str:
 
 
 def _gpu_state() -> str:
-    """Power limits, clocks, what slows the GPUs down, and who uses them. Raises `Busy` if times would be wrong now."""
+    """Power limits, clocks, throttling, and the programs that use the GPUs. Raises `Busy` if times would be wrong
+    now."""
     from hadagen.driver import bindings, check
     from hadagen.gpu_class import nvml_gpu
     from hadagen.measure import device_environment
@@ -148,7 +150,7 @@ def _gpu_state() -> str:
 
 
 def _kernels() -> str:
-    """Which kernels the current GPU would run, and from what they are made."""
+    """The kernels that the current GPU would run, and whether they are cubins, PTX or recipes."""
     import torch
 
     from hadagen.runtime import bundles
@@ -182,7 +184,7 @@ def _kernels() -> str:
 
 
 def _lacking_code(entries: Sequence[BundleEntry], similar: Sequence[Bundle], device: Device) -> list[str]:
-    """Why code of these entries of bundles of one arch does not run on a GPU as it is; [] if it does."""
+    """The reasons why the code of these entries, of bundles of one arch, does not run on a GPU; [] if it runs."""
     arch, cuda, needed = similar[0].arch, _cuda_of_driver(), max(map(_cuda_of, similar))
     if arch != device.arch:
         return [f"they are for {arch}"]
@@ -192,7 +194,8 @@ def _lacking_code(entries: Sequence[BundleEntry], similar: Sequence[Bundle], dev
 
 
 def _compiled_here(device: Device, served: Iterable[Bundle]) -> str:
-    """What compiles kernels without code for a GPU. Raises `DeviceError` or `ToolchainError` if nothing does."""
+    """The compiler of kernels that have no code for a GPU. Raises `DeviceError` or `ToolchainError` if there is
+    none."""
     from hadagen.nvrtc import Nvrtc
 
     try:
@@ -219,8 +222,8 @@ def _cuda_of_driver() -> int:
 
 
 def _cuda_of(bundle: Bundle) -> int:
-    """The newest CUDA that assembled cubins of a bundle, such as 13; 0 if they do not say. Of the cubins of one
-    compiler, one is read."""
+    """The newest CUDA that assembled cubins of a bundle, such as 13; 0 if the cubins do not say. Only one cubin of each
+    compiler is read."""
     from hadagen.cubin import cuda_release
 
     kernels = {entry.nvcc: entry.kernel for entry in bundle.all_entries() if entry.compiled}
@@ -235,7 +238,7 @@ def _extra() -> str:
 
 
 def _compiler(kind: str) -> str:
-    """Finds it, and compiles something."""
+    """Find the compiler, and compile a kernel."""
     from hadagen.arch import load_arch
     from hadagen.compilers import COMPILERS, DEFAULT
     from hadagen.measure import copy_sources
@@ -331,7 +334,7 @@ def _verified(bundle: Bundle) -> str:
 
 
 def oldest_driver(bundle: Bundle) -> str:
-    """Which drivers load the cubins of a bundle, as the end of a sentence; "" if it has none."""
+    """The drivers that load the cubins of a bundle, as the end of a sentence; "" if the bundle has no cubins."""
     from hadagen.cubin import OLDEST_DRIVERS
 
     oldest = OLDEST_DRIVERS.get(_cuda_of(bundle))
@@ -339,7 +342,7 @@ def oldest_driver(bundle: Bundle) -> str:
 
 
 def _abilities(sound: set[str]) -> dict[str, str]:
-    """What follows from the checks that are sound."""
+    """The abilities that follow from the checks that passed."""
     tune = "no"
     if "emulator" in sound and {"nvrtc", "nvcc"} & sound:  # and so what they need
         tune = "measured" if "gpu" in sound else "estimated"

@@ -1,4 +1,4 @@
-"""`hadagen emit`: the source of one variant, what the compiler makes of it, or how many variants there are."""
+"""`hadagen emit`: the source, PTX or machine code of one variant, or the number of variants."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def emit(
 ) -> None:
     """Print the source of a kernel, or count the legal kernels.
 
-    Knobs that are not set are as near to the knobs of the known winner for large inputs as is legal. If no winner is
-    known, they are near to the knobs of the first seed.
+    Knobs that are not set get the legal values nearest to the known winner for large inputs, or to the first seed if no
+    winner is known.
     """
     from hadagen.arch import load_arch
     from hadagen.codegen import render, with_headers
@@ -80,7 +80,7 @@ def emit(
 
 
 def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
-    """The head of a file that stands alone: how it is compiled and launched."""
+    """The head of a file that compiles alone: how to compile and launch it."""
     from hadagen.driver import DEFAULT_SHARED_BYTES
     from hadagen.launch import PORTABLE_CLUSTER
     from hadagen.scale import scale_word
@@ -112,7 +112,7 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
         + (", if the matrix is Hadamard's" if plan.problem.order > 1 else ""),
     ]
     if launch.reads_rows:
-        lines.append("  columns, x_pitch, y_pitch  elements of a row, and from the start of a row to that of the next")
+        lines.append("  columns, x_pitch, y_pitch  elements of a row, and between the starts of two rows")
     if order := plan.problem.order if plan.problem.order > 1 else 0:
         lines += [
             f"  matrix      device address of A: y = A X H, where X [{order}, {plan.problem.length}] is a row of x;",
@@ -127,7 +127,7 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
 
 
 def _with(given: Mapping[str, int | str], arch: Arch) -> Arch:
-    """The arch with these values of knobs and no others. Raises `UsageError` where it has no such values."""
+    """The arch with only these values of knobs. Raises `UsageError` if the arch has no such values."""
     return arch.narrowed({name: [value] for name, value in given.items()})
 
 
@@ -145,9 +145,9 @@ def _print_space(problem: Problem, arch: Arch, as_json: bool) -> None:
 
 
 def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> Plan:
-    """The plan of the legal knobs with the given values that are nearest to the default ones, knob by knob.
+    """The plan of the legal knobs that have the given values and are nearest to the defaults, knob by knob.
 
-    Raises `UsageError` where there are none, with the reason why the default ones are not legal with those given.
+    Raises `UsageError` if no knobs are legal, with the reason why the defaults are not legal with the given values.
     """
     from hadagen.knobs import Knobs
     from hadagen.runtime.best import best_config

@@ -1,4 +1,4 @@
-"""Groups of commands: `hadagen` itself, and those that have commands of their own."""
+"""Groups of commands: `hadagen` itself, and its commands that have subcommands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 class Group(click.Group):
     """Commands, listed in the order in which they were added.
 
-    `default`: the one that is meant where no command is named; "" for the help of the group.
+    `default`: the command if none is named; "" shows the help of the group.
     """
 
     default = ""

@@ -37,7 +37,7 @@ Show = Callable[["Event | Building"], None]
 
 @dataclass(frozen=True)
 class Lane:
-    """One search: what it is for, and what builds and measures for it. Fields as in `TuneOptions`."""
+    """One search, with what builds and measures for it. Fields as in `TuneOptions`."""
 
     arch: Arch
     runner: Runner
@@ -54,8 +54,8 @@ class Failures(list[str]):
     """Sentences on kernels that failed though they were right when they were tuned."""
 
     def take(self, variant: Variant, trial: Trial | NotTried) -> Iterator[Trial]:
-        """Yields what is a trial, and adds a sentence if it is none or failed. Raises `DeviceError` when
-        `MOST_FAILURES` have failed."""
+        """Yields the trials among the results, and adds a sentence for each result that is no trial or failed. Raises
+        `DeviceError` when `MOST_FAILURES` have failed."""
         if isinstance(trial, Disturbed):
             said = f"kernels of {variant.problem.key} were not timed again, because {trial.reason}; {trial.advice}"
             if said not in self:
@@ -72,12 +72,12 @@ class Failures(list[str]):
         advice = "it wins nothing any more" if lost else "it was left out"
         self.append(refusal(trial.problem, kernel.digest, trial, advice))
         if len(self) == MOST_FAILURES:
-            raise DeviceError(f"{self[-1]}; that many fail where the device does; run hadagen doctor")
+            raise DeviceError(f"{self[-1]}; so many failures mean that the device fails; run hadagen doctor")
 
 
 @dataclass
 class Here:
-    """This machine, with its GPU if it has one of the arch."""
+    """This machine, with its GPU if the GPU has the arch."""
 
     target: Arch
     gpu: Environment | None
@@ -102,7 +102,7 @@ class Here:
             yield [Lane(target, runner, build, show, Pipeline)]
 
     def each(self, tasks: Sequence[Callable[[], Value]], stop: Flag) -> list[Value]:
-        """The results of the tasks, one for each of `targets`. In this thread, which gets Ctrl-C."""
+        """The results of the tasks, one for each of `targets`. Tasks run in this thread, because it gets Ctrl-C."""
         return [task() for task in tasks]
 
     def again(self, gpu: Environment) -> Measurer:
@@ -121,7 +121,7 @@ class Here:
 
 @dataclass
 class There:
-    """A fleet, of whose classes each has a lane."""
+    """A fleet, with a lane for each class of GPUs."""
 
     fleet: Fleet
     only: dict[str, list[int | str]]
@@ -191,7 +191,8 @@ class There:
 def place(
     fleet: str | None, arch: str | None, only: dict[str, list[int | str]], device: int | None, compiler: str
 ) -> Iterator[Here | There]:
-    """Where to tune. Raises `DeviceError` if there is no such device or fleet, or if the fleet cannot tune."""
+    """The place to tune: this machine or a fleet. Raises `DeviceError` if there is no such device or fleet, or if the
+    fleet cannot tune."""
     failures = Failures()
     if fleet is None:
         target, gpu = find_target(arch, device)
@@ -221,7 +222,7 @@ def place(
 
 
 def _check(fleet: Fleet, arch: str | None) -> None:
-    """Raises `DeviceError` if nobody in a fleet could measure, or compile."""
+    """Raises `DeviceError` if no worker of a fleet measures, or none compiles."""
     start = f"dask worker {fleet.address} --preload hadagen.fleet"
     if not fleet.classes:
         of = f" of {arch}" if arch else ""

@@ -1,4 +1,4 @@
-"""`hadagen bundle list`: which bundles and databases there are, and what they hold."""
+"""`hadagen bundle list`: the bundles and databases, and their contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def list_(db: str | None, as_json: bool) -> None:
     """List the bundles that calls use, and the tuning database.
 
-    Of several bundles that match a GPU equally well, calls use the first.
+    If several bundles match a GPU equally well, calls use the first.
     """
     from hadagen.runtime import bundles
 
@@ -84,7 +84,7 @@ def _has_default_db() -> bool:
 
 
 def bundle_summary(bundle: Bundle) -> dict[str, Any]:
-    """What a bundle holds, as plain values; the GPU "" stands for an estimate."""
+    """The contents of a bundle, as plain values; the GPU "" stands for an estimate."""
     entries = list(bundle.all_entries())
     return {
         "path": str(bundle.path),
@@ -115,7 +115,7 @@ def signers(bundle: Bundle, must_check: bool = False) -> dict[str, bool | None]:
 
 
 def signers_text(signed: Mapping[str, bool | None]) -> str:
-    """What `signers` found, for people."""
+    """The result of `signers` as text."""
     notes = {True: "", False: " (wrong)", None: " (not checked, pip install 'hadagen[sign]')"}
     return f"signed by {', '.join(key + notes[right] for key, right in signed.items())}" if signed else "not signed"
 
@@ -141,7 +141,7 @@ def winner_values(entry: BundleEntry) -> dict[str, Any]:
 
 
 def _database_summary(store: Store) -> dict[str, Any]:
-    """What a database holds, as plain values: its trials by arch and GPU."""
+    """The contents of a database, as plain values: its trials by arch and GPU."""
     trials: dict[tuple[str, str], list[Trial]] = {}
     for trial in store.trials(blobs=False):
         trials.setdefault((trial.arch, trial.environment.gpu), []).append(trial)

@@ -44,7 +44,7 @@ MOVED = {
 
 
 class Commands(Group):
-    """All commands. They never show a traceback, and those that have moved say where they are."""
+    """All commands. They never show a traceback. A command that was moved says its new name."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
@@ -79,7 +79,7 @@ class Commands(Group):
 
 
 def _flush_stdout() -> None:
-    """Python flushes once more when it ends, and would print a traceback where that fails."""
+    """Python flushes once more when it ends, and would print a traceback if this fails."""
     try:
         click.echo(nl=False)
     except OSError:

@@ -40,7 +40,7 @@ _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no numb
 
 
 def within(least: float, most: float) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback that refuses other values of an option. click's own ranges let nan pass."""
+    """A callback that refuses values outside of a range. click's own ranges accept NaN."""
 
     def check(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         if not least <= value <= most:
@@ -63,7 +63,7 @@ compiler = click.option(
     "--compiler",
     default=DEFAULT,
     show_default=True,
-    help="What compiles kernels: nvrtc, or nvcc. Without NVRTC, nvcc does.",
+    help="Compiler of kernels: nvrtc or nvcc. Without NVRTC, nvcc compiles.",
 )
 inplace = click.option("--inplace", is_flag=True, help="The result overwrites the input.")
 device = click.option(
@@ -130,7 +130,8 @@ PITCHED = "Rows of any number of elements up to n, any number of elements apart"
 
 
 def _check_key_is_alone() -> None:
-    """Raises `UsageError` where an option names a part of the problem beside `--problem`, which names all of it."""
+    """Raises `UsageError` if an option names a part of the problem beside `--problem`, which names the whole
+    problem."""
     context = click.get_current_context()
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
@@ -170,8 +171,8 @@ def formats(*, several: bool) -> Callable[[Command], Command]:
 
 
 def parse_problem(key: str) -> Problem:
-    """The problem of a key. A format in it may be spelled as `hadagen.rotate_quantize` has it, and without an order K
-    it has the one that `--n` finds. Raises `UsageError` where it is none."""
+    """The problem of a key. A format in the key may be spelled as in `hadagen.rotate_quantize`. If the key has no order
+    K, the problem gets the order that `--n` finds. Raises `UsageError` for any other text."""
     if found := _KEY.fullmatch(key):
         head, n, order, flags, dtype, to, rest = found.groups()
         size = int(n)
@@ -240,8 +241,8 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
     """`--problem`, or `--n --k --dtype --numerics --pitched/--contiguous --to` and the other options of `formats`. The
     options before K and the formats may name several values; the command receives a list of `problems`, each once.
 
-    sizes: the row lengths where none are named. one_kind: whether only contiguous rows of float16, accurate, are meant
-    where nothing is named; all dtypes, numerics and rows otherwise, with a matrix all that have kernels.
+    sizes: the default row lengths. one_kind: whether the defaults are only contiguous rows of float16 with accurate
+        numerics. Else the defaults are all dtypes, numerics and rows that have kernels.
     """
     each = slice(1 if one_kind else None)
 
@@ -297,9 +298,9 @@ def _product(
     source_of_dtypes: ParameterSource | None,
     form: Mapping[str, Any],
 ) -> Iterator[Problem]:
-    """All problems of these values. Kernels with a matrix take contiguous rows of 16-bit types, and those that quantize
-    take contiguous rows, so of such problems the others come only where they are asked for. form: `to` and the other
-    options of a format. Raises `UsageError`."""
+    """All problems of these values. Kernels with a matrix take contiguous rows of 16-bit types, and kernels that
+    quantize take contiguous rows. Other problems of these kinds are included only if an option asks for them. form:
+    `to` and the other options of a format. Raises `UsageError`."""
     asked = {None: tuple(Rows), False: (Rows.CONTIGUOUS,), True: (Rows.PITCHED,)}[pitched]
     for of, dtype, kind, rows in product(transforms, dtypes, numerics, asked):
         by_default = (dtype == DType.FLOAT32.value and source_of_dtypes is ParameterSource.DEFAULT) or (
@@ -321,8 +322,8 @@ def _check_rows(transform: Transform, rows: Rows) -> None:
 def parse_transform(n: int, k: str = AUTO) -> Transform:
     """The transform of rows of n elements with a matrix of order K, without signs.
 
-    k: a whole number, or `AUTO` for what the kernels of `hadagen.Rotation` take, which is none if n is a power of two.
-    Raises `UsageError` where it is neither, or n and K are not supported together.
+    k: a whole number, or `AUTO` for the order that kernels of `hadagen.Rotation` take, which is 1 if n is a power of
+        two. Raises `UsageError` for any other k, and if n and K are not supported together.
     """
     order = _order_of(n, k)
     if k == AUTO and order > 1:
@@ -331,7 +332,7 @@ def parse_transform(n: int, k: str = AUTO) -> Transform:
 
 
 def _order_of(n: int, k: str) -> int:
-    """The order of the matrix of `hadagen.Rotation`, or the one that is asked for; 1 for none."""
+    """The order of the matrix of `hadagen.Rotation`, or the given order; 1 without a matrix."""
     if k != AUTO:
         if not _is_whole(k):
             raise UsageError(f"--k {shown(k)} is not an order; write such as 28, or {AUTO}")
@@ -341,8 +342,8 @@ def _order_of(n: int, k: str) -> int:
     orders = find_orders(AUTO, n)
     if len(orders) > 1:
         raise UsageError(
-            f"n = {n} takes matrices of the orders {' and '.join(map(str, orders))}, and a kernel takes one; name the "
-            f"order of one up to {MAX_ORDER} with --k"
+            f"n = {n} takes matrices of the orders {' and '.join(map(str, orders))}, and a kernel takes only one "
+            f"matrix; name an order up to {MAX_ORDER} with --k"
         )
     return orders[0] if orders else 1
 
@@ -351,7 +352,7 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
     """The transforms of row lengths named by texts such as `4096`, `128,256`, `2-32768` (every power of two between)
     and `224-14336` (28 times every power of two between), ascending. k: as `parse_transform` takes it.
 
-    Raises `UsageError` where a text names no size, or one that is not supported.
+    Raises `UsageError` if a text names no size, or a size that is not supported.
     """
     sizes: set[Transform] = set()
     for text in (part.strip() for given in texts for part in given.split(",")):
@@ -374,9 +375,9 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
 
 
 def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
-    """Knobs from texts such as `warps=4`; what they may be is for the space to say.
+    """Knobs from texts such as `warps=4`; the space checks the values.
 
-    Raises `UsageError` where a text is not of that form.
+    Raises `UsageError` if a text does not have this form.
     """
     values: dict[str, int | str] = {}
     for text in (part.strip() for given in texts for part in given.split(",")):
@@ -391,9 +392,9 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
 
 
 def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
-    """Values by knob, from texts such as `warps=2,4`; which there are is for the arch to say.
+    """Values by knob, from texts such as `warps=2,4`; the arch checks the values.
 
-    Raises `UsageError` where a text is not of that form, or a knob is named twice.
+    Raises `UsageError` if a text does not have this form, or a knob is named twice.
     """
     ranges: dict[str, list[int | str]] = {}
     for text in texts:
@@ -412,7 +413,7 @@ def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
 def parse_elements(text: str) -> list[int]:
     """Sizes of an input, rows · n, from a text such as `65536,1.5M,8M` (K is 1024, M its square), ascending, each once.
 
-    Raises `UsageError` where one is no number, or none of those at which kernels are timed.
+    Raises `UsageError` if a size is no number, or if kernels are not timed at it.
     """
     counts = set()
     for part in (part.strip() for part in text.split(",")):
@@ -450,17 +451,17 @@ def arch_of(gpu: Environment) -> str:
 
 
 def default_db() -> Path:
-    """Where trials are kept where nothing else is said; beside the bundles that the runtime looks for."""
+    """The default database of trials, beside the bundles that the runtime looks for."""
     return user_directory().parent / "tuning.db"
 
 
 def default_bundle(arch: str) -> Path:
-    """Where a bundle is written where nothing else is said, and where the runtime then finds it."""
+    """The default path of a bundle, where the runtime finds it."""
     return user_directory() / f"{arch}.db"
 
 
 def open_db(where: str | None, *, new: bool = False) -> Store:
-    """The tuning database named by `--db`, which is made if it is not there and may be `new`. Raises `StorageError`."""
+    """The tuning database named by `--db`. If `new`, a missing database is created. Raises `StorageError`."""
     from hadagen.tuning_db.database import file_of
     from hadagen.tuning_db.store import Store
 

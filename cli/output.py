@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Prints one line. What is stored may say anything, so nothing in it reaches a terminal raw."""
+    """Print one line, with control characters escaped, because stored text may contain anything."""
     click.echo(printable(line), err=err)
 
 
@@ -56,7 +56,7 @@ def short_knobs(knobs: Mapping[str, Any]) -> str:
 
 
 def range_text(sizes: Collection[int]) -> str:
-    """Such as 2-32768; the size where there is but one."""
+    """A range of sizes such as 2-32768, or the only size."""
     least, most = min(sizes), max(sizes)
     return str(least) if least == most else f"{least}-{most}"
 
@@ -79,8 +79,8 @@ def problem_cells(problem: Problem) -> tuple[int, str, str, str]:
 
 
 def operand_words(problem: Problem) -> list[str]:
-    """What a transform has beside H, and the format of its result, for a title: "K = 28", "signed", "to int8-row". Two
-    problems of equal n, types, numerics and rows have different words."""
+    """The words for a title that say what a transform has beside H, and its format: "K = 28", "signed", "to int8-row".
+    Two problems of equal n, types, numerics and rows have different words."""
     form, of = problem.io.form, problem.transform
     operands = [f"K = {of.order}"] * (of.order > 1) + ["swapped"] * of.swapped + ["signed"] * of.signed
     if form is None:
@@ -90,7 +90,7 @@ def operand_words(problem: Problem) -> list[str]:
 
 
 def clock_text(seconds: float | None) -> str:
-    """Such as 3:07."""
+    """A duration such as 3:07."""
     return "?:??" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
@@ -102,16 +102,15 @@ def _cell(value: Any) -> str:
 
 @contextmanager
 def until_interrupted(failures: list[str]) -> Iterator[None]:
-    """Ends at Ctrl-C with a sentence more, for what is done by then to be printed and written."""
+    """Stops the items at Ctrl-C with a sentence on stderr, so that finished results are still printed and written."""
     try:
         yield
     except KeyboardInterrupt:
-        failures.append("interrupted; what had finished is in the results, and the rest is not")
+        failures.append("interrupted; the results have only what was finished")
 
 
 def report_failures(failures: Sequence[str], kind: type[HadagenError]) -> None:
-    """Says on stderr what went wrong besides all that was done, and raises an error of the kind for the last of it, if
-    there is any."""
+    """Print failures to stderr, and raise the last failure as an error of the kind, if there are any."""
     for failure in failures[:-1]:
         say(f"hadagen: {failure}", err=True)
     if failures:

@@ -1,4 +1,4 @@
-"""What a search shows while it runs: a live display on a terminal, and lines of text anywhere else."""
+"""The progress of a search: a live display on a terminal, and lines of text anywhere else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FEW_TRIALS = 10  # too few to tell the rate from
 
 @dataclass(frozen=True)
 class Building:
-    """Of so many `kernels` that the compiler was given, `done` are built."""
+    """The compiler has built `done` of `kernels` kernels."""
 
     done: int
     kernels: int
@@ -119,7 +119,9 @@ class State:
             self.outcomes[event.trial.outcome] += 1
             self.now = f"{_where(event.trial.problem, event)}: {best_so_far(event.best)}"
         elif isinstance(event, VariantNotTried):
-            again = "what was timed then is timed again" if event.advice else "what that cut short is tried again"
+            again = (
+                "kernels timed at that time are timed again" if event.advice else "interrupted trials are tried again"
+            )
             self.note = self.note or f"{_reason(event)}; {again}"
         elif isinstance(event, RaceDisturbed):
             self.note = self.note or _reason(event)
@@ -137,13 +139,13 @@ class State:
 
     @property
     def rate(self) -> str:
-        """Such as "3.2 trials/s, "; "" with nothing to go by."""
+        """The rate, such as "3.2 trials/s, "; "" if it is not known."""
         done, seconds = sum(self.outcomes.values()) - 1, self._clock() - self._first
         return f"{done / seconds:.1f} trials/s, " if done >= FEW_TRIALS and seconds > 0 else ""
 
     @property
     def seconds_left(self) -> float | None:
-        """By the rate since the first trial, and at most what the time budget leaves; None with nothing to go by."""
+        """The seconds left, by the rate since the first trial and the time budget; None if the rate is not known."""
         now = self._clock()
         left = [] if self._time_budget is None else [self._started + self._time_budget - now]
         done = sum(self.outcomes.values()) - 1
@@ -209,7 +211,7 @@ class _Lines:
 
 
 def fleet_text(fleet: FleetState) -> str:
-    """Such as "3 workers, 24 kernels compiled at once, 2 NVIDIA H200 97% busy"."""
+    """The state of a fleet, such as "3 workers, 24 kernels compiled at once, 2 NVIDIA H200 97% busy"."""
     workers = "1 worker" if fleet.workers == 1 else f"{fleet.workers} workers"
     gpus = [
         f"{count} {gpu}" + (f" {fleet.busy[gpu]:.0%} busy" if gpu in fleet.busy else "")

@@ -1,4 +1,4 @@
-"""`hadagen dev record`: measure every legal variant, for searches to be compared on."""
+"""`hadagen dev record`: measure every legal variant, to compare searches on the recordings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MOST_VARIANTS = 20_000
 @options.compiler
 @click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
 @click.option("--dry-run", is_flag=True, help="Only count the variants; needs no GPU.")
-@click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90]")
+@click.option("--arch", help="Target architecture.  [default: arch of the GPU here, or sm90]")
 @options.as_json
 @keeping()
 def record(
@@ -156,7 +156,7 @@ def record(
 
 
 def _narrowed_like(path: Path, target: Arch) -> Arch:
-    """The target with the ranges of a recording. Raises `UsageError` where that is of another arch."""
+    """The target with the ranges of a recording. Raises `UsageError` if the recording is of another arch."""
     from hadagen.tuner.recording import read_recording
 
     found = read_recording(path)

@@ -1,4 +1,4 @@
-"""`hadagen dev replay`: how soon searches find the best of recordings."""
+"""`hadagen dev replay`: how soon searches find the best variants of recordings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bo
     fields = [Field.of(recording) for recording in recordings]
     gpus = sorted({recording.environment.gpu for recording in recordings})
     if len(gpus) > 1:
-        raise UsageError(f"the recordings come from several devices ({', '.join(gpus)}); replay those of one")
+        raise UsageError(
+            f"the recordings come from several devices ({', '.join(gpus)}); replay the recordings of one device"
+        )
     curves = run_searches(fields, range(seeds))
     if as_json:
         print_json(
@@ -78,7 +80,7 @@ def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bo
 
 
 def _check_are_of_different_problems(files: Sequence[Path], recordings: Sequence[Recording]) -> None:
-    """Raises `UsageError` where exports would replace each other, for they are called as problems are."""
+    """Raises `UsageError` if exports would replace each other, because their files are named after problems."""
     found: dict[str, Path] = {}
     for path, recording in zip(files, recordings, strict=True):
         name = recording.problem.key

@@ -48,8 +48,8 @@ def report(source: str | None, out: Path) -> None:
 
 
 def _read(source: str | None) -> Source:
-    """What a user named; the tuning database of the user for None. Raises `StorageError` if it is missing, damaged,
-    empty, or of a later version."""
+    """The database or bundle that a user named; for None, the tuning database of the user. Raises `StorageError` if it
+    is missing, damaged, empty, or of a later version."""
     from hadagen.report.sources import read_bundle, read_store
     from hadagen.tuning_db.bundle import Bundle, is_bundle, shipped
 
@@ -79,7 +79,7 @@ def _file(place: str) -> Path | None:
 
 
 def _header(path: Path, place: str) -> bytes:
-    """The first bytes of a file. Raises `StorageError` if there is none, or it cannot be read."""
+    """The first bytes of a file. Raises `StorageError` if the file is missing or cannot be read."""
     from hadagen.tuning_db.files import read_start
 
     if not path.exists():

@@ -19,7 +19,7 @@ EXTRA_OF = {"bokeh": "hadagen[report]", "distributed": "hadagen[fleet]", "psycop
 
 
 def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
-    """The sentence and the exit code that stand for `error`."""
+    """The sentence and the exit code of an error."""
     if isinstance(error, HadagenError):
         return str(error), error.exit_code
     if isinstance(error, click.UsageError):
@@ -40,13 +40,13 @@ def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
 
 
 def _short(said: str) -> str:
-    """What click says, with long values that it quotes cut off."""
+    """The message of click, with long quoted values cut off."""
     return shortened(re.sub(r"\S{100,}", lambda found: shortened(found[0]), said), 400)
 
 
 @contextmanager
-def keeping(said: str = "what had finished is kept, and the same command goes on from there") -> Iterator[None]:
-    """Around what stores each result at once: what is said at Ctrl-C."""
+def keeping(said: str = "finished results are kept, and the same command continues") -> Iterator[None]:
+    """Use around code that stores each result at once: says so at Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:

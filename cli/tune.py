@@ -59,7 +59,7 @@ REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
 
 
 @click.command()
-@click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90; of a fleet, all]")
+@click.option("--arch", help="Target architecture.  [default: arch of the GPU, or sm90; all archs of a fleet]")
 @options.problems()
 @options.only
 @click.option(
@@ -220,7 +220,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _Result:
-    """What a search found for an arch, on a GPU or without one."""
+    """The results of a search for an arch, with or without a GPU."""
 
     target: Arch
     gpu: Environment | None
@@ -276,7 +276,7 @@ class _Result:
         end = f", {stopped}" if stopped else ""
         say(f"{new} in {clock_text(seconds)}{end}; the winners are in {self.path}{unused_text(self.path)}")
         if report.under_way:
-            say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds what these find")
+            say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds their winners")
         if refined:
             say(f"{self._between} of {len(self._ours)} winners are between the sizes of the search")
         say(f"every winner: {shlex.join(['hadagen', 'bundle', 'show', '--all', str(self.path)])}")
@@ -289,19 +289,19 @@ def _provenance(target: Arch, gpu: Environment | None) -> str:
 
 
 def _what_is_kept(store: Store, archs: Sequence[str], db: str | None, bundle: Path | None) -> str:
-    """What is said at Ctrl-C: where trials are, and how they become a bundle."""
+    """The sentence at Ctrl-C: where trials are kept, and how to make a bundle of them."""
     rest = ["--db", store.place] * (db is not None) + [str(bundle)] * (bundle is not None)
     commands = " and ".join(shlex.join(["hadagen", "bundle", "make", "--arch", arch, *rest]) for arch in archs)
     return (
-        f"every finished trial is kept in {store.place}, and the same command goes on from there; "
-        f"to write a bundle of what has won so far: {commands}"
+        f"every finished trial is kept in {store.place}, and the same command continues; "
+        f"to write a bundle of the winners so far: {commands}"
     )
 
 
 def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, list[Knobs]]:
-    """What wins in the bundles there are for the arch, the knobs of most cells first: by measurement on any GPU, or by
-    estimate if no winner of the problem was measured. A problem that has none gets those of its other numerics if its
-    result is quantized, and with a matrix those of the most similar problem."""
+    """The knobs of the winners in all bundles for the arch, the knobs that win most cells first. Winners were measured
+    on any GPU, or are estimates if no winner of the problem was measured. A problem without winners gets the winners of
+    its other numerics if its result is quantized, and with a matrix the winners of the most similar problem."""
     from hadagen.knobs import Knobs
     from hadagen.runtime import bundles
     from hadagen.tuner.search import nearest_matrices
@@ -330,7 +330,8 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
 
 
 def _print_best(best: Mapping[Problem, Scores]) -> None:
-    """A line for the problems that differ in n alone, with what the lines of the search called best so far."""
+    """A line for the problems that differ only in n, with the values that the progress of the search called best so
+    far."""
     from hadagen.regimes import LATENCY_ELEMENTS, REGIMES
 
     groups: dict[tuple[str, ...], dict[int, Scores]] = {}
@@ -345,7 +346,8 @@ def _print_best(best: Mapping[Problem, Scores]) -> None:
 
 
 def _mean(fractions: Mapping[int, float]) -> str:
-    """Of the fractions of copy of some n. A value of 0 is not timed, and the cell names the n that are."""
+    """The cell of the fractions of copy of several n. A value of 0 was not timed; the cell then names the n that were
+    timed."""
     known = {n: fraction for n, fraction in fractions.items() if fraction}
     if not known:
         return "-"

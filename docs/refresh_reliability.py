@@ -161,7 +161,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
         Promise(
             "Two separate tunes on one GPU, of 100 trials for each problem, choose kernels whose speeds differ by 2 % "
             "or less in at least 95 % of the cells.",
-            ("test_reliability.py::test_two_tunes_are_compared_cell_by_cell",),
+            ("test_docs.py::test_two_tunes_are_compared_cell_by_cell",),
             tunes,
         ),
     ),
@@ -170,15 +170,15 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             "A trial is stored before it is reported: a process that is killed loses none that it reported.",
             (
                 "test_store.py::test_a_killed_process_loses_nothing_that_it_reported",
-                "test_store_files.py::test_a_full_disk_loses_nothing_stored",
+                "test_store.py::test_a_full_disk_loses_nothing_stored",
             ),
         ),
         Promise(
             "A damaged database is refused with a sentence, or read right. No damage names another winner.",
             (
-                "test_store_files.py::test_a_damaged_file_is_refused_or_read_right",
-                "test_store_files.py::test_no_changed_byte_changes_a_bundle",
-                "test_store_files.py::test_no_damage_takes_a_winner_from_a_bundle",
+                "test_store.py::test_a_damaged_file_is_refused_or_read_right",
+                "test_store.py::test_no_changed_byte_changes_a_bundle",
+                "test_store.py::test_no_damage_takes_a_winner_from_a_bundle",
             ),
         ),
         Promise(

@@ -1,4 +1,4 @@
-"""`Format`: what a quantizer writes. The codes, the scales, and the rule by which a group of values gets its scale."""
+"""`Format`: the codes and scales that a quantizer writes, and the rule by which a group of values gets its scale."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hadagen.errors import UsageError, choice, shown
 
 
 class Element(str, Enum):
-    """What a code is: an 8-bit float of 4 exponent and 3 fraction bits, a 4-bit float of 2 and 1, or an integer. With
-    none there are scales alone."""
+    """The type of a code: an 8-bit float of 4 exponent and 3 fraction bits, a 4-bit float of 2 exponent bits and 1
+    fraction bit, or an integer. A format of NONE has only scales."""
 
     E4M3 = "e4m3"
     E2M1 = "e2m1"
@@ -50,7 +50,7 @@ class Layout(str, Enum):
 
     @property
     def in_columns(self) -> bool:
-        """Whether column after column lies in memory."""
+        """Whether columns lie in memory one after the other."""
         return self in (Layout.COLUMN_MAJOR, Layout.PACKED)
 
     def filled_up(self, rows: int, groups: int, size: int) -> tuple[int, int]:
@@ -73,12 +73,12 @@ KERNEL_LAYOUTS = Layout.ROW_MAJOR, Layout.COLUMN_MAJOR, Layout.SWIZZLED
 class Format:
     """A format of `FORMATS`, with a rule, a group and a layout.
 
-    scale: the type of a scale: "float32", "e8m0" (a power of two, 2^(byte − 127)), "e4m3", or "input", that of x.
-    group: how many neighboring elements of a row have one scale; or `ROW` or `TENSOR`. A kernel knows the length of
-        rows: there it is that instead of `ROW`.
-    rule: how the scale follows from the largest magnitude, as `hadagen.rotate_quantize` says.
+    scale: the type of a scale: "float32", "e8m0" (a power of two, 2^(byte − 127)), "e4m3", or "input", the type of x.
+    group: the group size, the number of neighboring elements of a row with one scale; or `ROW` or `TENSOR`. In the
+        format of a kernel, the length of rows replaces `ROW`.
+    rule: how the scale follows from amax, as `hadagen.rotate_quantize` says.
     rounded: values are rounded to the type of x before they are quantized, though the format does not ask for that.
-    groups, rules, layouts: what may be chosen, the default first.
+    groups, rules, layouts: the possible values, the default first.
     """
 
     name: str
@@ -95,9 +95,9 @@ class Format:
 
     @classmethod
     def choose(cls, name: str, group: int | None, rule: str | None, layout: str) -> Format:
-        """The format of a name. None is the default.
+        """The format of a name, with a group, rule and layout. None is the default.
 
-        Raises TypeError for an argument of a wrong type, and `UsageError` where they do not exist together.
+        Raises TypeError for an argument of a wrong type, and `UsageError` for arguments that do not exist together.
         """
         for what, text in (("to", name), ("rule", "" if rule is None else rule), ("layout", layout)):
             if not isinstance(text, str):
@@ -122,7 +122,7 @@ class Format:
 
     @cached_property
     def key(self) -> str:
-        """Its name in the key of a problem, such as "fp8_group_128", "int8_row_4096_convrot" or
+        """The name of the format in the key of a problem, such as "fp8_group_128", "int8_row_4096_convrot" or
         "mxfp4_32_rceil_swizzled"."""
         known = FORMATS[self.name]
         parts = [self.name.replace("-", "_"), *([str(self.group)] if self.group > 0 else [])]
@@ -132,7 +132,7 @@ class Format:
 
     @classmethod
     def parse(cls, key: str) -> Format:
-        """The format of a key. Raises `UsageError` where it is none."""
+        """The format of a key. Raises `UsageError` for any other text."""
         digits = re.search("_([0-9]{1,9})(?=_|$)", key)
         group = int(digits[1]) if digits else TENSOR
         for known in FORMATS.values():
@@ -146,15 +146,15 @@ class Format:
         raise UsageError(f"{shown(key)} is no format; {choice(key, FORMATS)}")
 
     def for_rows(self, columns: int, round_first: bool) -> Format:
-        """The format of a kernel that quantizes rows of so many elements, after it rounded them to x's type or not.
-        Raises `UsageError` where groups do not fill a row."""
+        """The format of a kernel for rows of `columns` elements. round_first: whether it rounds them to x's type first.
+        Raises `UsageError` if groups do not fill a row."""
         self.scales_in_row(columns)
         group = columns if self.group == ROW else self.group
         return replace(self.by_kernels, group=group, rounded=bool(round_first) and not self.rounds_first)
 
     @property
     def text(self) -> str:
-        """As `rotate_quantize` takes it, for people: "int8-row", or "mxfp4, rule=qutlass, layout=swizzled"."""
+        """The arguments of `rotate_quantize`, as text: "int8-row", or "mxfp4, rule=qutlass, layout=swizzled"."""
         known = FORMATS[self.name]
         parts = [self.name, *([f"group={self.group}"] if self.group > 0 and self.group != known.groups[0] else [])]
         parts += [f"rule={self.rule}"] if self.rule != known.rules[0] else []
@@ -184,15 +184,16 @@ class Format:
 
     @property
     def kinds(self) -> tuple[str, str]:
-        """What a code and a scale are in memory: an element, and a type of scale or "packed", four in an int32."""
+        """The kinds of codes and scales in memory: an `Element`, and a type of scale or "packed", four scales in an
+        int32."""
         return self.element.value, "packed" if self.layout is Layout.PACKED else self.scale
 
     def scale_bytes(self, input_bytes: int) -> int:
-        """Of one scale. input_bytes: of an element of x."""
+        """Bytes of a scale. input_bytes: bytes of an element of x."""
         return {"float32": 4, "input": input_bytes}.get(self.scale, 1)
 
     def scales_in_row(self, columns: int) -> int:
-        """The number of scales of a row. Raises `UsageError` where groups do not fill it."""
+        """The number of scales of a row. Raises `UsageError` if groups do not fill the row."""
         if self.group in (ROW, TENSOR):
             return 1
         if columns % self.group:

@@ -128,13 +128,13 @@ def fa3_fp8(
 
 
 def _largest(magnitudes: torch.Tensor) -> torch.Tensor:
-    """The largest in the last dimension; 0 where there is none, without a question of how many there are."""
+    """The maximum over the last dimension, or 0 if it is empty. Works without knowing the size."""
     return torch.nn.functional.pad(magnitudes, (0, 1)).amax(-1)
 
 
 def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Operands:
-    """What a `Rotation` of x over blocks multiplies by: that of ConvRot, or of TransformerEngine. Signs are made only
-    once for each block and device."""
+    """The operands of ConvRot's or TransformerEngine's rotation over blocks of x. Signs are made only once for each
+    block and device."""
     check_values(x)
     block = as_count(block, "block")
     if x.shape[-1] % block:

@@ -47,7 +47,6 @@ class Emulated:
                 yield variant, self._fault()
                 continue
             assert isinstance(trial, Trial)
-            assert variant.kernel
             environment = replace(self._environment, nvcc=variant.kernel.nvcc)
             timings = trial.timings
             if variant.cells is not None:

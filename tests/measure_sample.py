@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,10 @@ MATRIX_PROBLEMS = [Problem.of(order * length, DType.BFLOAT16, order=order) for o
 ALL_PROBLEMS = PLAIN_PROBLEMS + MATRIX_PROBLEMS
 
 
+def memory_at(address: int, count: int, kind: Any = ctypes.c_uint8) -> np.ndarray:
+    """So many values of this type that lie at an address."""
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), (count,))
+
+
 def array_at(address: int, elements: int, dtype: DType) -> np.ndarray:
-    kind = ctypes.c_uint16 if dtype.bytes == 2 else ctypes.c_uint32
-    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), (elements,))
+    return memory_at(address, elements, ctypes.c_uint16 if dtype.bytes == 2 else ctypes.c_uint32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 from spaces import ARCH, space_of
@@ -12,6 +13,7 @@ from hadagen.knobs import Knobs
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import build_plan
+from hadagen.steps.base import Step
 
 # float32 has one contract, and pitched rows change no step.
 KINDS = [(DType.FLOAT16, Numerics.FAST), (DType.FLOAT16, Numerics.ACCURATE), (DType.FLOAT32, Numerics.ACCURATE)]
@@ -33,6 +35,22 @@ def worked_example() -> Plan:
 
 def changed(plan: Plan, index: int, *steps: object) -> Plan:
     return dataclasses.replace(plan, steps=(*plan.steps[:index], *steps, *plan.steps[index + 1 :]))
+
+
+def instead(plan: Plan, kind: type[Step], *steps: Step) -> Plan:
+    """The plan with these steps in place of its first one of a kind."""
+    return changed(plan, next(i for i, step in enumerate(plan.steps) if isinstance(step, kind)), *steps)
+
+
+def altered(plan: Plan, kind: type[Step], **fields: Any) -> Plan:
+    """The plan with another value of some fields of its first step of a kind."""
+    step = next(step for step in plan.steps if isinstance(step, kind))
+    return instead(plan, kind, dataclasses.replace(step, **fields))
+
+
+def at_the_end(plan: Plan, step: Step) -> Plan:
+    """The plan with one more step, before it stores."""
+    return changed(plan, len(plan.steps) - 1, step, plan.steps[-1])
 
 
 FAR_LANES = Knobs(far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", exchange_carrier="fp32")

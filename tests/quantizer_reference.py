@@ -30,7 +30,6 @@ FORMATS = {
 }
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
-E2M1_TIES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -73,16 +72,9 @@ def encode_e4m3fn(x: NDArray[Any]) -> Bytes:
     return _encode(x, "e4m3fn", 7, E4M3_NAN)
 
 
-def encode_e2m1(x: NDArray[Any], ties: str = "even", nan: int = 0) -> Bytes:
-    """Half to even; infinity and all beyond 6 become ±6. NaN becomes 0, and 7 by the instruction of a GPU.
-
-    With ties `down`, half goes towards zero, and no negative number becomes −0.
-    """
-    if ties == "even":
-        return _encode(x, "e2m1", 3, nan)
-    codes = np.searchsorted(E2M1_TIES, np.abs(x)).astype(np.uint8)
-    codes = np.where((codes > 0) & (np.asarray(x) < 0), codes | 8, codes).astype(np.uint8)
-    return np.where(np.isnan(x), np.uint8(nan), codes)
+def encode_e2m1(x: NDArray[Any]) -> Bytes:
+    """Half to even; infinity and all beyond 6 become ±6. NaN becomes 0."""
+    return _encode(x, "e2m1", 3, 0)
 
 
 def _encode(x: NDArray[Any], name: str, sign: int, nan: int) -> Bytes:
@@ -107,9 +99,9 @@ def decode_e2m1(codes: Bytes) -> Reals:
     return E2M1_VALUES[codes]
 
 
-def round_integer(x: Floats, low: int, high: int, nan: int = 0) -> NDArray[np.int8]:
-    """Half to even, then clamped."""
-    return np.clip(np.where(np.isnan(x), nan, np.rint(x)), low, high).astype(np.int8)
+def round_integer(x: Floats, low: int, high: int) -> NDArray[np.int8]:
+    """Half to even, then clamped. NaN becomes 0."""
+    return np.clip(np.where(np.isnan(x), 0, np.rint(x)), low, high).astype(np.int8)
 
 
 def encode_e8m0(exponents: NDArray[Any], finite: NDArray[np.bool_]) -> Bytes:
@@ -121,12 +113,10 @@ def decode_e8m0(codes: Bytes) -> Reals:
     return np.where(codes == E8M0_NAN, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
 
 
-def pack_nibbles(codes: NDArray[Any], even: str = "low") -> Bytes:
-    """Two codes to a byte, an integer in two's complement. The even element is in the low nibble, or the high one."""
+def pack_nibbles(codes: NDArray[Any]) -> Bytes:
+    """Two codes to a byte, an integer in two's complement. The even element is in the low nibble."""
     nibbles = codes.astype(np.uint8) & np.uint8(15)
-    first, second = nibbles[..., 0::2], nibbles[..., 1::2]
-    low, high = (first, second) if even == "low" else (second, first)
-    return low | high << np.uint8(4)
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << np.uint8(4)
 
 
 # Largest magnitudes, and powers of two
@@ -154,11 +144,6 @@ def ceil_log2(x: Floats) -> NDArray[np.int64]:
     return np.where(x > 0, exponent.astype(np.int64) - (fraction == 0.5), -(2**20))
 
 
-def over(x: Floats, constant: float, how: str) -> Floats:
-    """x / constant, or x · fp32(1 / constant) if `multiplied`: what `x / 7` is in PyTorch on a CPU, and on a GPU."""
-    return x / F(constant) if how == "divided" else x * F(1 / constant)
-
-
 def over_given(x: Floats, scale: NDArray[Any] | np.float32) -> Floats:
     """x / scale, where 0 over a scale of 0 is 0, and any other value over it is infinite. (No project says this.)"""
     zero = np.broadcast_to(scale == 0, x.shape)
@@ -182,40 +167,35 @@ def _result(codes: NDArray[Any], decoded: NDArray[Any], scales: NDArray[Any], re
 # fp8, with fp32 scales
 
 
-def fp8_group(
-    values: NDArray[Any], dtype: str = "bfloat16", order: str = "deepseek", group: int = 128, nan: str = "kept"
-) -> Quantized:
+def fp8_group(values: NDArray[Any], dtype: str = "bfloat16", order: str = "deepseek") -> Quantized:
     """The indexer of DeepSeek V3.2 and V4. The orders:
 
     - `deepseek`: scale max(amax, 1e-4) · fp32(1/448), codes of x / scale.
     - `power_of_two`: that scale, or the next power of two up.
-    - `sglang`: scale max(amax, 1e-4) / 448, codes of x · fp32(1 / scale). Its kernel rounds nothing before: float32.
     """
-    x = in_groups(rounded(values, dtype), group)
+    x = in_groups(rounded(values, dtype), 128)
     with _quiet():
-        largest = np.maximum(amax(x, nan), F(1e-4))
-        scales = over(largest, 448, "divided" if order == "sglang" else "multiplied")
+        scales = np.maximum(amax(x), F(1e-4)) * F(1 / 448)
         if order == "power_of_two":
             scales = _power_of_two_up(scales)
-        held = scales[..., None]
-        codes = encode_e4m3fn((x * (F(1) / held) if order == "sglang" else x / held).reshape(values.shape))
+        codes = encode_e4m3fn((x / scales[..., None]).reshape(values.shape))
     return _result(codes, decode_e4m3fn(codes), scales, scales)
 
 
-def fp8_row(values: NDArray[Any], dtype: str = "bfloat16", nan: str = "kept", constants: str = "divided") -> Quantized:
+def fp8_row(values: NDArray[Any], dtype: str = "bfloat16") -> Quantized:
     """vLLM's rule for a token: max(amax / 448, 1 / (448·512)); codes of x / scale."""
     x = rounded(values, dtype)
     with _quiet():
-        scales = np.maximum(over(amax(x, nan), 448, constants), F(1) / F(448 * 512))
+        scales = np.maximum(amax(x) / F(448), F(1) / F(448 * 512))
         codes = encode_e4m3fn(x / scales[:, None])
     return _result(codes, decode_e4m3fn(codes), scales, scales[:, None])
 
 
-def fp8_tensor(values: NDArray[Any], scale: float, dtype: str = "bfloat16", order: str = "divide") -> Quantized:
-    """One given scale: codes of x / scale, or of x · fp32(1 / scale), as `reciprocal`."""
+def fp8_tensor(values: NDArray[Any], scale: float, dtype: str = "bfloat16") -> Quantized:
+    """One given scale: codes of x / scale."""
     x, s = rounded(values, dtype), F(scale)
     with _quiet():
-        codes = encode_e4m3fn(over_given(x, s) if order == "divide" else x * (F(1) / s))
+        codes = encode_e4m3fn(over_given(x, s))
     return _result(codes, decode_e4m3fn(codes), s.reshape(1), s.reshape(1, 1))
 
 
@@ -254,68 +234,39 @@ def _power_of_two_up(x: Floats) -> Floats:
 # Integers, with a scale for each row
 
 
-def int8_row(
-    values: NDArray[Any], dtype: str = "bfloat16", order: str = "plain", constants: str = "divided"
-) -> Quantized:
-    """Codes of x / scale, half to even. The orders, with amax / 127 as `over` says:
+def int8_row(values: NDArray[Any], dtype: str = "bfloat16", order: str = "plain") -> Quantized:
+    """Codes of x / scale, half to even. The orders:
 
     - `plain`: scale max(amax / 127, 1e-30), all in fp32; codes of −127 to 127.
     - `comfy_eager`: that scale, stored; divided by it as dtype holds it, the least normal number in place of 0; the
       quotient rounded to dtype; codes of −128 to 127.
-    - `comfy_cuda`: scale max(min(amax, the largest finite number) · fp32(1/127), 1e-30), NaN skipped, and amax of
-      values that are not yet rounded to dtype; then as `comfy_eager`, but divided by 0 where dtype has no such scale;
-      NaN, so a row of zeros in float16, becomes −128.
-    - `convrot`: scale max(amax / 127, 1e-5), each rounded to dtype, and the quotient too; codes of −127 to 127.
     """
-    unrounded, x = rounded(values, "float32"), rounded(values, dtype)
+    x = rounded(values, dtype)
     with _quiet():
-        if order == "comfy_cuda":
-            largest = np.minimum(amax(unrounded, "skipped"), _largest(dtype))
-            scales = np.maximum(largest * F(1 / 127), F(1e-30))
-        elif order == "convrot":
-            scales = np.maximum(rounded(over(amax(x), 127, constants), dtype), rounded(F(1e-5), dtype))
-        else:
-            scales = np.maximum(over(amax(x), 127, constants), F(1e-30))
+        scales = np.maximum(amax(x) / F(127), F(1e-30))
         if order == "plain":
             quotient, low = x / scales[:, None], -127
         else:
             divisor = rounded(scales, dtype)
-            if order == "comfy_eager":
-                divisor = np.where(divisor == 0, F(2.0 ** FORMATS[dtype][1]), divisor)
-            quotient, low = rounded(x / divisor[:, None], dtype), -127 if order == "convrot" else -128
-    codes = round_integer(quotient, low, 127, -128 if order == "comfy_cuda" else 0)
+            divisor = np.where(divisor == 0, F(2.0 ** FORMATS[dtype][1]), divisor)
+            quotient, low = rounded(x / divisor[:, None], dtype), -128
+    codes = round_integer(quotient, low, 127)
     return _result(codes, codes, scales[:, None], scales[:, None])
 
 
-def int4_row(
-    values: NDArray[Any], dtype: str = "float16", order: str = "quarot", constants: str = "divided"
-) -> Quantized:
-    """Codes of x / scale, half to even, not packed. The orders, with amax / 7 as `over` says, which only matters if
-    dtype is float32:
+def int4_row(values: NDArray[Any], dtype: str = "float16", order: str = "quarot") -> Quantized:
+    """Codes of x / scale, half to even, not packed. The orders:
 
     - `quarot`: scale amax / 7 and the quotient rounded to dtype, no floor (0 / 0 gives 0); codes of −8 to 7.
     - `comfy_eager`: the same with a floor of 1e-10 under amax, as dtype holds it; codes of −7 to 7.
-    - `comfy_cuda`: in fp32, scale max(min(amax, the largest finite number) · fp32(1/7), 1e-10), NaN skipped; codes of
-      x · fp32(1 / scale), −7 to 7.
     """
     x = rounded(values, dtype)
-    scales: Floats
-    quotient: Floats
+    floor = rounded(F(1e-10), dtype) if order == "comfy_eager" else F(0)
     with _quiet():
-        if order == "comfy_cuda":
-            scales = np.maximum(np.minimum(amax(x, "skipped"), _largest(dtype)) * F(1 / 7), F(1e-10))
-            quotient = x * (F(1) / scales)[:, None]
-        else:
-            floor = rounded(F(1e-10), dtype) if order == "comfy_eager" else F(0)
-            scales = rounded(over(np.maximum(amax(x), floor), 7, constants), dtype)
-            quotient = rounded(x / scales[:, None], dtype)
+        scales = rounded(np.maximum(amax(x), floor) / F(7), dtype)
+        quotient = rounded(x / scales[:, None], dtype)
     codes = round_integer(quotient, -8 if order == "quarot" else -7, 7)
     return _result(codes, codes, scales, scales[:, None])
-
-
-def _largest(dtype: str) -> np.float32:
-    """The largest finite number of a dtype, as comfy-kitchen writes it."""
-    return F(3.38953139e38) if dtype == "bfloat16" else F(FORMATS[dtype][2])
 
 
 # Microscaling: a power of two for 32 values
@@ -349,20 +300,16 @@ def mxfp8(values: NDArray[Any], rule: str = "floor", dtype: str = "bfloat16") ->
 
 
 def mxfp4(values: NDArray[Any], rule: str = "ocp", dtype: str = "bfloat16") -> Quantized:
-    """The rules of `mx_exponents`, with `ocp` for `floor`, and three more:
+    """The rules of `mx_exponents`, with `ocp` for `floor`, and two more:
 
     - `deepseek_v4`: the power of two up from max(amax, 6·2^-126) · fp32(1/6), NaN skipped.
-    - `sglang_v4`: the power of two up from max(amax, 1e-4) / 6, NaN skipped; codes half down, and no −0, for a query.
-      A key in the cache has the same scale, and codes half to even, as all others: `sglang_v4_key`.
     - `qutlass`: the power of two down from amax + 1e-8, NaN skipped, in fp32; codes of (x / scale) · 3, so that a value
       is code · scale / 3.
     """
     x = in_groups(rounded(values, dtype), 32)
-    if rule in ("deepseek_v4", "sglang_v4", "sglang_v4_key"):
-        # The product and the quotient are above a power of two for the same numbers.
-        scales = np.maximum(amax(x, "skipped"), F(6 * 2.0**-126 if rule == "deepseek_v4" else 1e-4)) * F(1 / 6)
-        ties = "down" if rule == "sglang_v4" else "even"
-        return _scaled_by_powers(x, _finite_e8m0(ceil_log2, scales), "e2m1", ties=ties)
+    if rule == "deepseek_v4":
+        scales = np.maximum(amax(x, "skipped"), F(6 * 2.0**-126)) * F(1 / 6)
+        return _scaled_by_powers(x, _finite_e8m0(ceil_log2, scales), "e2m1")
     if rule == "qutlass":
         return _scaled_by_powers(x, _finite_e8m0(floor_log2, amax(x, "skipped") + F(1e-8)), "e2m1", 3)
     return mx(values, "e2m1", "floor" if rule == "ocp" else rule, dtype)
@@ -373,12 +320,12 @@ def _finite_e8m0(log2: Callable[[Floats], NDArray[np.int64]], scales: Floats) ->
     return encode_e8m0(log2(np.where(finite, scales, F(0))), finite)
 
 
-def _scaled_by_powers(x: Floats, scales: Bytes, element: str, factor: int = 1, ties: str = "even") -> Quantized:
+def _scaled_by_powers(x: Floats, scales: Bytes, element: str, factor: int = 1) -> Quantized:
     """Codes of (x / scale) · factor, where the division is exact, or falls below all that matters."""
     with _quiet():
         scaled = (x / decode_e8m0(scales)[..., None]).astype(F) * F(factor)
     scaled = scaled.reshape(len(x), -1)
-    codes = encode_e4m3fn(scaled) if element == "e4m3fn" else encode_e2m1(scaled, ties)
+    codes = encode_e4m3fn(scaled) if element == "e4m3fn" else encode_e2m1(scaled)
     decoded = decode_e4m3fn(codes) if element == "e4m3fn" else decode_e2m1(codes)
     return _result(codes, decoded / factor, scales, decode_e8m0(scales))
 
@@ -386,57 +333,30 @@ def _scaled_by_powers(x: Floats, scales: Bytes, element: str, factor: int = 1, t
 # NVFP4: e4m3 for 16 values, and fp32 for all
 
 
-def nvfp4_global_scale(largest: float) -> np.float32:
-    """torchao's and comfy-kitchen's, which a caller gives: amax / (448·6)."""
-    return F(largest) / F(448 * 6)
-
-
-def nvfp4(
-    values: NDArray[Any],
-    given: float | None,
-    dtype: str = "bfloat16",
-    order: str = "te",
-    constants: str = "divided",
-) -> Quantized:
-    """E2M1 codes, e4m3 scales of 16. What is given is amax of all for `te`, and the scale of all for the others, where
-    amax₁₆ / 6 is as `over` says.
+def nvfp4(values: NDArray[Any], given: float, dtype: str = "bfloat16", order: str = "te") -> Quantized:
+    """E2M1 codes, e4m3 scales of 16. What is given is amax of all for `te`, and the scale of all for `torchao`.
 
     - `te`: genc = 448·6 / amax, at most the largest float, 1 if amax or genc is 0. Scale e4m3(amax₁₆ · (genc · (1/6))),
       codes of x · min(1 / (scale · (1 / genc)), the largest float).
-    - `torchao`: scale e4m3(clamp((amax₁₆ / 6) / s, 2^-6, 448)), codes of x · ((1 / s) / scale). Without s, it is 1.
-    - `comfy_eager`: scale e4m3((amax₁₆ / 6) / s), codes of x / (s · scale), 0 where that is 0.
-    - `comfy_cuda`: that scale; codes of x · min(1 / (scale · s), the largest float).
+    - `torchao`: scale e4m3(clamp((amax₁₆ / 6) / s, 2^-6, 448)), codes of x · ((1 / s) / scale).
     """
     x = in_groups(rounded(values, dtype), 16)
-    largest, s = amax(x), F(1 if given is None else given)
+    largest, s = amax(x), F(given)
     with _quiet():
         if order == "te":
             genc = np.minimum(F(448) * F(6) / s, FLOAT_MAX)
             genc = F(1) if s == 0 or genc == 0 else genc
             s = F(1) / genc
             scales = encode_e4m3fn(largest * (genc * F(1 / 6)))
-        elif order == "torchao":
-            quotient = over_given(over(largest, 6, constants), s)
-            scales = encode_e4m3fn(np.clip(quotient, F(2.0**-6), F(448)))
         else:
-            scales = encode_e4m3fn(over(largest, 6, constants) / s)
+            scales = encode_e4m3fn(np.clip(over_given(largest / F(6), s), F(2.0**-6), F(448)))
         held = decode_e4m3fn(scales).astype(F)[..., None]
-        if order == "torchao":
-            scaled = x * ((F(1) / s) / held)
-        elif order == "comfy_eager":
-            scaled = np.where(s * held == 0, F(0), x / (s * held))
-        else:
-            scaled = x * np.minimum(F(1) / (held * s), FLOAT_MAX)
-    codes = encode_e2m1(scaled.reshape(values.shape))
+        inverse = np.minimum(F(1) / (held * s), FLOAT_MAX) if order == "te" else (F(1) / s) / held
+        codes = encode_e2m1((x * inverse).reshape(values.shape))
     return _result(codes, decode_e2m1(codes), scales, decode_e4m3fn(scales) * np.float64(s))
 
 
 # Layouts of scales
-
-
-def column_major(scales: NDArray[Any], rows: int = 4) -> NDArray[Any]:
-    """As memory has it, [groups, rows], with rows padded with zeros to a multiple, as a TMA load needs it."""
-    return np.ascontiguousarray(_padded(scales, rows, 1).T)
 
 
 def swizzled(scales: Bytes) -> Bytes:

@@ -141,7 +141,7 @@ SAMPLED = {
     "test_space.py::test_seeds_take_values_into_an_mma_as_proved_good": 2,
     "test_space.py::test_what_is_legal_fits_the_limits": 5,
     "test_store.py::test_trials_come_back_as_they_were_recorded": 0,
-    "test_store_files.py::test_damaged_rows_are_refused": 3,
+    "test_store.py::test_damaged_rows_are_refused": 3,
     "test_toolchain.py::test_a_batch_comes_back_in_order_and_only_what_is_wrong_fails": 2,
     "test_toolchain.py::test_the_death_of_a_compiler_says_nothing_of_a_source": 5,
     "test_traces.py::test_compiled_calls_have_the_derivatives_that_are_asked_for": 4,

@@ -68,7 +68,6 @@ def of_ptx(chunks: int, instruction: str = "") -> Kernel:
 
 
 RECIPE = make_trial(3, problem=Problem.of(512, "float16"))
-assert RECIPE.kernel
 _digest = recipe_digest(RECIPE.problem, RECIPE.knobs, RECIPE.kernel.launch)
 RECIPE = replace(RECIPE, kernel=replace(RECIPE.kernel, digest=_digest, cubin=b"", ptx=b"", nvcc=""))
 

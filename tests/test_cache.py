@@ -76,14 +76,6 @@ def test_keys_are_equal_exactly_where_the_inputs_are(one: dict[str, Any], other:
     assert (cache_key(**one) == cache_key(**other)) == (one == other)
 
 
-def test_what_was_stored_is_loaded(cache: KernelCache) -> None:
-    assert cache.load("key") is None
-    assert cache.store("key", CONTENT, {"compiler": "13"}) == CONTENT
-    assert cache.load("key") == CONTENT
-    assert cache.load("other") is None
-    assert os.listdir(cache.root / "work") == []
-
-
 @pytest.mark.parametrize("name", [*FILES, "meta.json"])
 @pytest.mark.parametrize("damage", ["missing", "short", "changed"])
 def test_a_damaged_entry_counts_as_absent_and_is_replaced(cache: KernelCache, name: str, damage: str) -> None:
@@ -115,12 +107,6 @@ def test_a_file_in_the_place_of_an_entry_is_replaced(cache: KernelCache) -> None
     (cache.root / "kernels" / "key").write_text("not an entry")
     assert cache.store("key", CONTENT, {}) == CONTENT
     assert cache.load("key") == CONTENT
-
-
-def test_the_second_to_store_gets_what_the_first_stored(cache: KernelCache) -> None:
-    cache.store("key", CONTENT, {})
-    assert cache.store("key", {**CONTENT, "log.txt": b"another"}, {}) == CONTENT
-    assert os.listdir(cache.root / "work") == []
 
 
 def test_all_of_many_writers_get_the_same(cache: KernelCache) -> None:

@@ -93,7 +93,7 @@ WRONG = {
         *BEST,
         "98",
     ): "matrix = 'auto' has no matrices for 98 = 49 · 2^1 elements; pad it to 100, or use blocks of a size that auto",
-    (*BEST, "19712"): "n = 19712 takes matrices of the orders 28 and 44, and a kernel takes one; name the order of one",
+    (*BEST, "19712"): "n = 19712 takes matrices of the orders 28 and 44, and a kernel takes only one matrix",
     (*BEST, "14336", "--k", "1"): "n = 14336 is not supported; n must be a power of two, and from 2 to 131072",
     (*BEST, "14336", "--k", "12"): "n = 14336 is not supported; n must be 12 times a power of two",
     (*BEST, "14336", "--k", "0"): "order = 0 is not supported; the order of a matrix is from 1 to 428",

@@ -135,27 +135,29 @@ def test_bench_times_what_it_can(fake_gpu: None, tmp_path: Path) -> None:
     assert not (tmp_path / "none.csv").exists()
 
 
-def test_a_device_that_fails_on_some_rows_is_asked_for_the_others(
-    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("n", "error", "said", "other"),
+    [
+        (2, DeviceError("comparing failed; run it again"), "comparing failed; run it again", 4),
+        (4, KeyboardInterrupt(), "interrupted; the results have only what was finished", 2),
+    ],
+)
+def test_a_bench_that_fails_on_some_rows_or_is_interrupted_shows_and_writes_the_rest(
+    n: int,
+    error: BaseException,
+    said: str,
+    other: int,
+    fake_gpu: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
-    fail_at(2, DeviceError("comparing failed; run it again"), "compare", monkeypatch)
-    result = run(*BENCH)
-    assert (result.exit_code, result.stderr) == (1, "hadagen: comparing failed; run it again\n")
-    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", "4"]
-
-
-def test_an_interrupted_bench_writes_what_it_has(
-    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
-    fail_at(4, KeyboardInterrupt(), "compare", monkeypatch)
+    fail_at(n, error, "compare", monkeypatch)
     result = run(*BENCH, "--csv", tmp_path / "bench.csv")
-    said = "hadagen: interrupted; what had finished is in the results, and the rest is not\n"
-    assert (result.exit_code, result.stderr) == (1, said)
-    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", "2"]
+    assert (result.exit_code, result.stderr) == (1, f"hadagen: {said}\n")
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", str(other)]
     lines = (tmp_path / "bench.csv").read_text().splitlines()
-    assert {line.split(",")[1] for line in lines} == {"problem", "n2-float16-fast"}
+    assert {line.split(",")[1] for line in lines} == {"problem", f"n{other}-float16-fast"}
 
 
 def test_bench_without_kernels_says_what_to_do(fake_gpu: None) -> None:
@@ -228,7 +230,6 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
         assert share + sum(other for _, other in others) == 1
         assert all(other <= share for _, other in others)
         chosen = variants[choice.chosen].kernel
-        assert chosen
         assert chosen.digest == row["kernel"]
     with table.open(newline="") as file:
         written = list(csv.DictReader(file))

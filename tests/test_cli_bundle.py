@@ -235,8 +235,6 @@ def test_several_bundles_are_signed_at_once_and_what_cannot_be_is_a_sentence(sam
     private, _ = make_key(tmp_path)
     copy = shutil.copy(sample, tmp_path / "copy.db")
     assert succeed("bundle", "sign", sample, copy, "--key", private).count(": signed by ") == 2
-    said = sentence(run("bundle", "sign", tmp_path / "missing.db", "--key", private), 1)
-    assert "missing.db cannot be read (No such file or directory)" in said
     assert "is not a hadagen bundle" in sentence(run("bundle", "sign", private, "--key", private), 1)
     private.chmod(0o644)
     assert f"run: chmod 600 {private}" in sentence(run("bundle", "sign", sample, "--key", private), 2)
@@ -258,9 +256,6 @@ def test_without_cryptography_signatures_are_named_but_not_checked(
     said = succeed("bundle", "verify", sample)
     assert said.endswith(f"signed by {key.fingerprint} (not checked, pip install 'hadagen[sign]')\n")
     assert json.loads(succeed("bundle", "list", "--json"))["bundles"][0]["signed"] == {key.fingerprint: None}
-    for arguments in (("verify", sample, "--key", public), ("sign", sample, "--key", private)):
-        said = sentence(run("bundle", *arguments), 1)
-        assert said.endswith("is not installed; install it with: pip install 'hadagen[sign]'")
 
 
 def test_list_says_what_calls_leave_out(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,6 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     assert result.stdout.splitlines()[-1].startswith("estimated: there is no sm90 GPU here")
     # What the table says is what the last line of the search said.
     said = re.search("best so far, as fraction of copy: latency (.*), L2 (.*), memory (.*)", result.stderr)
-    assert said
     heads, found = (line.split() for line in result.stdout.splitlines()[:2])
     assert heads[-3:] == list(REGIMES)
     assert found == ["float16", "accurate", "contiguous", "2", *said.groups()]
@@ -237,11 +236,9 @@ def test_an_interrupted_tune_says_what_is_kept_and_how_it_becomes_a_bundle(
     monkeypatch.setattr("hadagen.tuner.search.tune", raising(KeyboardInterrupt()))
     result = run(*TINY_TUNE, *names)
     assert result.exit_code == 1
-    kept, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of what has won so far: hadagen ")
+    kept, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of the winners so far: hadagen ")
     place = db if named else options.default_db()
-    assert kept == (
-        f"hadagen: interrupted; every finished trial is kept in {place}, and the same command goes on from there"
-    )
+    assert kept == (f"hadagen: interrupted; every finished trial is kept in {place}, and the same command continues")
     succeed(*shlex.split(command))
     assert [entry.problem.n for entry in Bundle.open(written).all_entries()][:1] == [2]
 
@@ -281,7 +278,6 @@ def test_impatient_interrupts_lose_nothing_and_are_one_sentence(tmp_path: Path) 
         cwd=Path(__file__).parent,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a job in the background ignores
     ) as process:
-        assert process.stdout is not None
         measured = process.stdout.readline()
         for _ in range(5):
             time.sleep(0.12)
@@ -524,7 +520,7 @@ def test_an_interrupt_while_refining_keeps_what_was_searched(fake_gpu: None, mon
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(KeyboardInterrupt()))
     result = run(*SMALL_TUNE)
     assert result.exit_code == 1
-    said, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of what has won so far: hadagen ")
+    said, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of the winners so far: hadagen ")
     assert said.startswith("hadagen: interrupted; every finished trial is kept in ")
     searched = options.default_bundle("sm90").read_bytes()
     assert ": 6 winners, " in succeed(*shlex.split(command))
@@ -558,7 +554,7 @@ def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(
     result = run(*REFINE, "256")
     said = result.stderr.splitlines()[-1]
     assert (result.exit_code, result.stdout) == (1, "")
-    assert said.endswith("that many fail where the device does; run hadagen doctor")
+    assert said.endswith("so many failures mean that the device fails; run hadagen doctor")
     assert not options.default_bundle("sm90").exists()
     with Store.open(db) as store:
         assert [(trial.outcome, len(trial.timings)) for trial in store.trials()] == [(Outcome.OK, 6), (Outcome.OK, 4)]

@@ -330,7 +330,7 @@ def test_names_of_sglang() -> None:
         ({"signs1": [1.0] * 8}, TypeError, "signs1 is a list"),
         ({"signs1": torch.ones(1)}, TensorError, r"signs1 has the shape \(1,\); it must be \(8,\)"),
         ({"signs2": torch.ones(2, 8)}, TensorError, r"signs2 has the shape \(2, 8\); it must be \(8,\)"),
-        ({"signs2": torch.ones(8).cfloat()}, TensorError, "signs2 is a strided complex64 tensor; pass a dense one"),
+        ({"signs2": torch.ones(8).cfloat()}, TensorError, "signs2 is a strided complex64 tensor; pass a dense tensor"),
         ({"signs2": torch.ones(8).to_sparse()}, TensorError, "signs2 is a sparse_coo float32 tensor"),
         (
             {"signs2": torch.ones(8, device="meta")},

@@ -112,7 +112,6 @@ def test_a_right_kernel_is_timed_everywhere(bench: Bench) -> None:
     for timing in trial.timings:
         assert 0 < timing.us_low <= timing.us <= timing.us_high
         assert 0.05 < timing.fraction_of_copy < 2.0
-    assert trial.kernel is not None
     assert trial.environment.nvcc == trial.kernel.nvcc
 
 
@@ -244,7 +243,6 @@ def test_a_kernel_loses_nothing_to_itself(bench: Bench, broken: Callable[[str], 
     ranking = bench.runner.rank([bench.right, bench.right, broken("identity")], [Choice(0, tuple(shares))])
     assert [answer.outcome for answer in ranking.answers] == [Outcome.OK, Outcome.OK, Outcome.WRONG_ANSWER]
     (result,) = ranking.results
-    assert result
     assert result.best in (0, 1)
     assert result.loss < 0.05
     assert result.chosen_us == pytest.approx(result.best_us, rel=0.1)

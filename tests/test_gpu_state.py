@@ -62,7 +62,6 @@ def load() -> Iterator[None]:
     """Another process that uses the GPU all the time."""
     with subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout
             assert process.stdout.readline() == "running\n"
             yield
         finally:
@@ -73,7 +72,6 @@ def test_tuner_and_calls_have_the_same_class() -> None:
     import torch
 
     environment, device = device_environment(0), cuda_device(0)
-    assert device
     assert environment.gpu == device.gpu
     assert model_of(environment.gpu) == torch.cuda.get_device_name(0)
     assert environment.memory_bytes == memory_of(0) > 1 << 30
@@ -95,8 +93,6 @@ def test_an_idle_gpu_says_nothing_and_another_process_is_noticed() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
         def look() -> str:
-            assert process.stdin
-            assert process.stdout
             process.stdin.write("look\n")
             process.stdin.flush()
             reason, seconds, state = json.loads(process.stdout.readline())

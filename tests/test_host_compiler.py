@@ -52,41 +52,26 @@ def test_a_refused_source_raises_with_the_compilers_log() -> None:
     assert "no_such_primitive" in caught.value.log
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ToolchainError, match="no-such-compiler; install one or set CXX"):
-        compile_host([Case("any", COPY).source])
-
-
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("cxx", "says"),
     [
-        ("[ $1 = --version ] || { echo broken >&2; exit 1; }", "cannot build an empty library: broken; set CXX"),
-        ("echo done >&2", "cannot build an empty library: empty.so was not written; set CXX"),
+        ("no-such-compiler", "no-such-compiler; install one or set CXX"),
+        ("{0}/no program", r"cannot be run .*; set CXX to a C"),
+        ("{0}/broken", "cannot build an empty library: broken; set CXX"),
+        ("{0}/writes nothing", "cannot build an empty library: empty.so was not written; set CXX"),
+        *((cxx, re.escape(f"CXX = {cxx!r} is no command; set it to a C++ compiler")) for cxx in (" ", '"', "g++ 'a")),
     ],
 )
 def test_a_compiler_that_compiles_nothing_is_not_the_sources_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cxx: str, says: str
 ) -> None:
-    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", line)))
+    script(tmp_path / "broken", "[ $1 = --version ] || { echo broken >&2; exit 1; }")
+    script(tmp_path / "writes nothing", "echo done >&2")
+    script(tmp_path / "no program").write_text("no program")
+    monkeypatch.setenv("CXX", cxx if "{0}" not in cxx else shlex.quote(cxx.format(tmp_path)))
     with pytest.raises(ToolchainError, match=says) as caught:
         compile_host([Case("any", COPY).source], cache_directory=tmp_path)
     assert not isinstance(caught.value, HostCompileError)
-
-
-def test_a_compiler_that_is_no_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = script(tmp_path / "c++")
-    path.write_text("no program")
-    monkeypatch.setenv("CXX", str(path))
-    with pytest.raises(ToolchainError, match=r"cannot be run .*; set CXX to a C"):
-        compile_host([Case("any", COPY).source])
-
-
-@pytest.mark.parametrize("cxx", [" ", '"', "g++ 'a"])
-def test_a_compiler_that_is_no_command_is_named(cxx: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", cxx)
-    with pytest.raises(ToolchainError, match=re.escape(f"CXX = {cxx!r} is no command; set it to a C++ compiler")):
-        compile_host([Case("any", COPY).source])
 
 
 def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

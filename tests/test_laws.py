@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import test_verify
 import test_verify_codes
 import torch
 from laws import broken_laws
-from measure_sample import array_at
+from measure_sample import array_at, memory_at
 
 from hadagen import quantizer
 from hadagen.arch import load_arch
@@ -27,10 +26,6 @@ from hadagen.launch import LaunchSpec, RowShape, Source
 from hadagen.operands import kernel_operands, operands_of, params_for, verification_operands
 from hadagen.problem import Problem
 from hadagen.tuning_db.bundle import Bundle
-
-
-def bytes_at(address: int, count: int) -> np.ndarray[Any, Any]:
-    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (count,))
 
 
 @dataclass(frozen=True)
@@ -58,10 +53,10 @@ class EmulatedLaunch:
         given: dict[str, Any] = {}
         for name, array in kernel_operands(problem, verification_operands(problem)).items():
             if operands[name]:
-                given[name] = bytes_at(operands[name], array.nbytes)
+                given[name] = memory_at(operands[name], array.nbytes)
         outputs: dict[str, Any] = {}
         for each in (each for each in operands_of(problem) if each.like_x):
-            rows_of = bytes_at(operands[each.name], elements * problem.io.input.bytes)
+            rows_of = memory_at(operands[each.name], elements * problem.io.input.bytes)
             given[each.name] = rows_of
             if each.is_written:
                 outputs[each.name] = given.pop(each.name), rows_of.nbytes
@@ -79,14 +74,14 @@ class EmulatedLaunch:
         if form is None:
             out = array_at(y, (count - 1) * y_pitch + columns, problem.io.input)
         else:
-            out = bytes_at(y, elements * form.element.bits // 8)
+            out = memory_at(y, elements * form.element.bits // 8)
             units, groups = elements // problem.unit, form.scales_in_row(problem.unit)
             if form.needs_scale:
-                given["tensor_scale"] = bytes_at(operands["tensor_scale"], 4 * (units if form.by_head else 1))
+                given["tensor_scale"] = memory_at(operands["tensor_scale"], 4 * (units if form.by_head else 1))
             if form.group != TENSOR:
                 size = form.scale_bytes(problem.io.input.bytes)
                 room = quantizer.room(units, groups, form.layout, size)
-                outputs["scales"] = bytes_at(operands["scales"], room * size), units * groups * size
+                outputs["scales"] = memory_at(operands["scales"], room * size), units * groups * size
         report = self.module.run(
             self.source.entry,
             self.spec,
@@ -212,9 +207,9 @@ class ChangedCodes(test_verify_codes.StandIn):
     ) -> None:
         super().launch(stream, x, y, elements, scale, rows, operands)
         if self.fault == "a scale of nothing":
-            bytes_at(operands["scales"], 1)[0] = 0xFF
+            memory_at(operands["scales"], 1)[0] = 0xFF
             return
-        codes, scales = bytes_at(y, elements), bytes_at(operands["scales"], elements // 128 * 4).view(np.float32)
+        codes, scales = memory_at(y, elements), memory_at(operands["scales"], elements // 128 * 4).view(np.float32)
         given = decode(self.problem.io.input, array_at(x, elements, self.problem.io.input))
         if self.fault == "a code of nothing":
             codes[-1] = 0x7F

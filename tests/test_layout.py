@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from math import prod
 from random import Random
 
@@ -93,11 +94,14 @@ def test_mma_moves_are_a_law_of_their_own_inverse() -> None:
 
 def test_the_cells_of_the_docstring() -> None:
     placement = with_slower(Placement.standard(3, 0, 0, 0), [3])
-    assert placement.element({}) == 0
-    assert placement.element({PAIR: 1}) == 1
-    assert placement.element({reg(1): 1}) == 4
-    assert placement.element({lane(0): 1, lane(1): 1, reg(0): 1, PAIR: 1}) == 27
-    assert placement.element({lane(0): 1, lane(1): 1, reg(1): 1, reg(2): 2}) == 540
+    for places, element in (
+        ({}, 0),
+        ({PAIR: 1}, 1),
+        ({reg(1): 1}, 4),
+        ({lane(0): 1, lane(1): 1, reg(0): 1, PAIR: 1}, 27),
+        ({lane(0): 1, lane(1): 1, reg(1): 1, reg(2): 2}, 540),
+    ):
+        assert placement.element(places) == element
     assert [str(axis) for axis in placement.axes.values()] == [*"01234567", "3·256"]
 
 
@@ -139,16 +143,20 @@ def test_the_bits_of_a_row_are_transformed_beside_its_slowest_axis() -> None:
     np.testing.assert_array_equal(values.stored(placement).reshape(x.shape), hadamard(x))
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="the axis at reg0 has stride 1 instead of 2"):
-        Placement({PAIR: bit(0), reg(0): bit(0)})
-    with pytest.raises(ValueError, match="the axis at reg0 has stride 2 instead of 3"):
-        Placement({PAIR: Axis(3, 1), reg(0): bit(1)})
-    with pytest.raises(ValueError, match="the axis at pair has stride 2 instead of 1"):
-        Placement.standard(3, 0, 0, 0).moved({reg(0): PAIR})
-    with pytest.raises(ValueError, match="cannot move reg2 to lane0"):
-        with_slower(Placement.standard(3, 0, 0, 0), [3]).moved(swaps([(reg(2), lane(0))]))
-    with pytest.raises(ValueError, match="cannot swap"):
-        swaps([(warp(0), warp(0))])
-    with pytest.raises(ValueError, match="cannot swap"):
-        swaps([(reg(2), warp(0)), (reg(2), cta(0))])
+STANDARD = Placement.standard(3, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("why", "make"),
+    [
+        ("the axis at reg0 has stride 1 instead of 2", lambda: Placement({PAIR: bit(0), reg(0): bit(0)})),
+        ("the axis at reg0 has stride 2 instead of 3", lambda: Placement({PAIR: Axis(3, 1), reg(0): bit(1)})),
+        ("the axis at pair has stride 2 instead of 1", lambda: STANDARD.moved({reg(0): PAIR})),
+        ("cannot move reg2 to lane0", lambda: with_slower(STANDARD, [3]).moved(swaps([(reg(2), lane(0))]))),
+        ("cannot swap", lambda: swaps([(warp(0), warp(0))])),
+        ("cannot swap", lambda: swaps([(reg(2), warp(0)), (reg(2), cta(0))])),
+    ],
+)
+def test_what_cannot_be_is_refused(why: str, make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=why):
+        make()

@@ -191,7 +191,6 @@ def test_structures_and_values_are_those_of_the_package_of_nvidia() -> None:
 
 def test_a_part_of_a_gpu_has_its_own_processes_and_the_settings_of_the_whole(library: ctypes.CDLL) -> None:
     gpu = libnvml.find_gpu("0000:18:00.0", "MIG-1")
-    assert gpu is not None
     assert gpu.processes() == {1: 1 << 32, 2: 0}
     assert (gpu.power_limit_watts(), gpu.event_reasons(), gpu.utilization()) == (450, 0x44, None)
 
@@ -204,7 +203,6 @@ def test_a_machine_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_nvml_refuses_or_lacks_is_not_known(library: ctypes.CDLL, tmp_path: Path) -> None:
     gpu = libnvml.find_gpu("0000:18:00.0")
-    assert gpu is not None
     ctypes.c_int.in_dll(library, "code").value = 3  # not supported
     answers = gpu.power_limit_watts(), gpu.clock_mhz(1), gpu.event_reasons(), gpu.utilization(), gpu.memory_used()
     assert {*answers, gpu.processes(), gpu.process_utilization()} == {None}
@@ -266,36 +264,35 @@ def test_without_nvml_or_a_newer_driver_a_call_has_the_name_alone(
     assert device.cuda_device(0) == Device("sm90", MODEL)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "having", "match", "chunks"),
+    [
+        ("NVIDIA H200, 450 W", [1, 2, 3, 4], Match.SAME_GPU, 3),
+        ("h200, 450 w", [1, 2, 3, 4], Match.SAME_GPU, 3),
+        (MODEL, [1, 2, 3, 4], Match.SAME_GPU, 2),
+        ("NVIDIA H200, 450 W", [1, 2], Match.SAME_MODEL, 2),
+        (MODEL, [1, 3], Match.SAME_MODEL, 3),
+        ("NVIDIA H200, 450 W", [1], Match.SAME_ARCH, 1),
+    ],
+)
 def test_a_call_runs_what_its_class_won_then_another_class_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: str, having: list[int], match: Match, chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {1: "NVIDIA A first", 2: MODEL, 3: "NVIDIA H200, 450 W", 4: "NVIDIA H200, 600 W"}
-    trials = [make_trial(chunks, environment=replace(H200, gpu=gpu)) for chunks, gpu in names.items()]
-
-    def chosen(gpu: str, having: list[int]) -> tuple[Match, int]:
-        path = write_trials(tmp_path / "sm90.db", [trials[chunks - 1] for chunks in having])
-        monkeypatch.setenv(bundles.VARIABLE, str(path))
-        best = hadagen.best_config(PROBLEM, 32, gpu, arch="sm90", inplace=True)
-        assert best.knobs is not None
-        assert (best.us is None) is (best.match is not Match.SAME_GPU)
-        return best.match, best.knobs["chunks"]
-
-    assert chosen("NVIDIA H200, 450 W", [1, 2, 3, 4]) == (Match.SAME_GPU, 3)
-    assert chosen("h200, 450 w", [1, 2, 3, 4]) == (Match.SAME_GPU, 3)
-    assert chosen(MODEL, [1, 2, 3, 4]) == (Match.SAME_GPU, 2)
-    assert chosen("NVIDIA H200, 450 W", [1, 2]) == (Match.SAME_MODEL, 2)
-    assert chosen(MODEL, [1, 3]) == (Match.SAME_MODEL, 3)
-    assert chosen("NVIDIA H200, 450 W", [1]) == (Match.SAME_ARCH, 1)
+    trials = [make_trial(number, environment=replace(H200, gpu=names[number])) for number in having]
+    monkeypatch.setenv(bundles.VARIABLE, str(write_trials(tmp_path / "sm90.db", trials)))
+    best = hadagen.best_config(PROBLEM, 32, gpu, arch="sm90", inplace=True)
+    assert (best.match, best.knobs["chunks"]) == (match, chunks)
+    assert (best.us is None) is (match is not Match.SAME_GPU)
 
 
-def test_classes_have_trials_and_winners_of_their_own(tmp_path: Path) -> None:
+def test_classes_have_trials_and_winners_of_their_own(store: Store, tmp_path: Path) -> None:
     tuned = replace(H200, memory_bytes=141 * GIB, power_limit_watts=700)
     limited = replace(tuned, gpu="NVIDIA H200, 450 W", power_limit_watts=450)
     trials = [make_trial(1, environment=tuned), make_trial(2, environment=limited)]
-    with Store.open(tmp_path / "trials.db") as store:
-        store.record(*trials)
-        assert store.trials(gpu=tuned.gpu) == trials[:1]
-        assert store.checked()[1].environment == limited
+    store.record(*trials)
+    assert store.trials(gpu=tuned.gpu) == trials[:1]
+    assert store.checked()[1].environment == limited
     bundle = Bundle.open(write_trials(tmp_path / "sm90.db", trials))
     assert bundle.gpus() == [tuned.gpu, limited.gpu]
     assert {entry.gpu: entry.knobs["chunks"] for entry in bundle.all_entries()} == {tuned.gpu: 1, limited.gpu: 2}
@@ -318,13 +315,17 @@ def watching(gpu: FakeGpu | None, listed: dict[int, int] | None = None, **since:
     return monitor
 
 
+def watched(gpu: FakeGpu, listed: dict[int, int] | None = None, **since: Any) -> tuple[FakeGpu, Monitor]:
+    """A GPU, and the monitor that watches it."""
+    return gpu, watching(gpu, listed, **since)
+
+
 def reason(found: Disturbed | None) -> str:
     return found.reason if found else ""
 
 
 def test_an_idle_gpu_costs_a_few_questions_and_no_pause() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu)
+    gpu, monitor = watched(FakeGpu())
     gpu.asked, gpu.percent = 0, 100  # which is our own work
     assert monitor.look() is None
     assert monitor.look(after=True) is None
@@ -340,8 +341,7 @@ def test_without_answers_nothing_disturbs(gpu: FakeGpu | None) -> None:
 
 # ---- other processes -------------------------------------------------------------------------------------------------
 def test_a_process_that_runs_is_named() -> None:
-    gpu = FakeGpu(names={THEM: "python3"})
-    monitor = watching(gpu, listed={US: GIB, THEM: GIB}, ran={US: 60, THEM: 97})
+    gpu, monitor = watched(FakeGpu(names={THEM: "python3"}), listed={US: GIB, THEM: GIB}, ran={US: 60, THEM: 97})
     assert monitor.look() == Disturbed(
         "process 12 (python3) uses the GPU, 97 % of the time",
         "stop it, or choose another GPU with --device or CUDA_VISIBLE_DEVICES",
@@ -361,8 +361,9 @@ def test_many_processes_are_named_in_short() -> None:
 
 def test_a_process_that_only_holds_memory_is_asked_about_now_and_then() -> None:
     """In a container, where NVML does not name us among those that ran."""
-    gpu = FakeGpu(later=[(0.5, {"percent": 0})])
-    monitor = watching(gpu, listed={US: GIB, THEM: GIB}, ran={4711: 80}, percent=90)  # which was our own work
+    gpu, monitor = watched(
+        FakeGpu(later=[(0.5, {"percent": 0})]), listed={US: GIB, THEM: GIB}, ran={4711: 80}, percent=90
+    )  # which was our own work
     assert monitor.look() is None
     assert gpu.now == pytest.approx(0.5)
     gpu.percent = 100  # ours again
@@ -377,8 +378,7 @@ def test_a_process_that_only_holds_memory_is_asked_about_now_and_then() -> None:
 
 
 def test_a_process_that_no_list_has_shows_by_its_memory_and_its_work() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu, used=2 * GIB, percent=97)
+    gpu, monitor = watched(FakeGpu(), used=2 * GIB, percent=97)
     assert reason(monitor.look()) == "another process uses the GPU, 97 % of the time"
     assert 1.0 < gpu.now < 2.0
     assert monitor.look()  # at once, and each time while it runs
@@ -391,9 +391,7 @@ def test_a_process_that_no_list_has_shows_by_its_memory_and_its_work() -> None:
 
 
 def test_what_runs_before_we_begin_is_no_work_of_ours() -> None:
-    gpu = FakeGpu(percent=97)
-    monitor = watching(gpu)
-    assert reason(monitor.look()) == "another process uses the GPU, 97 % of the time"
+    assert reason(watching(FakeGpu(percent=97)).look()) == "another process uses the GPU, 97 % of the time"
     ended = FakeGpu(percent=97, later=[(0.2, {"percent": 0})])  # such as the process before this one
     assert watching(ended).look() is None
 
@@ -410,8 +408,7 @@ def test_memory_that_we_asked_for_is_nobody_elses() -> None:
 
 
 def test_in_a_container_we_are_the_process_that_came() -> None:
-    gpu = FakeGpu(listed={THEM: GIB}, percent=0)
-    monitor = watching(gpu, listed={THEM: GIB, 4711: GIB}, ran={4711: 90})
+    gpu, monitor = watched(FakeGpu(listed={THEM: GIB}, percent=0), listed={THEM: GIB, 4711: GIB}, ran={4711: 90})
     assert monitor.look() is None
     assert gpu.now == 0.0
     gpu.ran = {4711: 90, THEM: 30}
@@ -419,8 +416,7 @@ def test_in_a_container_we_are_the_process_that_came() -> None:
 
 
 def test_who_has_the_memory_is_named_where_it_runs_out() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu)
+    gpu, monitor = watched(FakeGpu())
     assert monitor.crowded() is None
     gpu.listed = {US: GIB, THEM: 70 * GIB}
     assert reason(monitor.crowded()) == "the memory of the GPU is full, of which process 12 has 70.0 GiB"
@@ -439,11 +435,9 @@ def test_who_has_the_memory_is_named_where_it_runs_out() -> None:
     ],
 )
 def test_a_gpu_that_is_slowed_down_is_noticed_until_it_recovers(bits: int, why: str) -> None:
-    gpu = FakeGpu(later=[(10.0, {"reasons": 0})])
-    monitor = watching(gpu, reasons=bits)
+    gpu, monitor = watched(FakeGpu(later=[(10.0, {"reasons": 0})]), reasons=bits)
     for after in (False, True):
         found = monitor.look(after)
-        assert found
         assert found.reason == f"the GPU is slowed down: {why}"
         assert found.advice.startswith("let it cool down")
     gpu.sleep(10.0)
@@ -462,8 +456,7 @@ def test_reasons_that_a_gpu_has_in_normal_use_disturb_nothing(bits: int) -> None
 
 
 def test_clocks_that_fall_for_no_known_reason_are_noticed() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu, mhz=1200)
+    gpu, monitor = watched(FakeGpu(), mhz=1200)
     assert monitor.look() is None  # it may have been idle
     assert reason(monitor.look(after=True)) == "the GPU is slowed down: its clock fell from 1980 to 1200 MHz"
     for reasons in (libnvml.GPU_IDLE, libnvml.SW_POWER_CAP):
@@ -473,11 +466,8 @@ def test_clocks_that_fall_for_no_known_reason_are_noticed() -> None:
 
 
 def test_a_gpu_that_becomes_another_class_is_noticed() -> None:
-    gpu = FakeGpu()
-    monitor = watching(gpu, limit=450)
-    found = monitor.look()
-    assert found
-    assert found.reason == "its settings were changed, and NVIDIA H200 became NVIDIA H200, 450 W"
+    found = watching(FakeGpu(), limit=450).look()
+    assert reason(found) == "its settings were changed, and NVIDIA H200 became NVIDIA H200, 450 W"
 
 
 # ---- what the measuring process answers ------------------------------------------------------------------------------

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from emulated_device import read_operands
+from measure_sample import memory_at
 
 from hadagen.measure.operands import DeviceOperands, Orthonormal, orthogonal_matrix
 from hadagen.problem import MAX_ORDER, Problem
 from hadagen.reference import transform
 
 CPU = torch.device("cpu")
-
-
-def read_at(address: int, count: int, kind: Any) -> np.ndarray:
-    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), (count,))
 
 
 @pytest.mark.parametrize("order", [*range(2, 61), 84, 172, 254, 256, 316, MAX_ORDER])
@@ -51,6 +47,6 @@ def test_what_is_written_to_operands_is_seen() -> None:
         operands = DeviceOperands(Problem.of(48, "float16", order=3), {"matrix": matrix}, CPU)
         assert operands["matrix"] % 16 == 0
         if place is not None:
-            read_at(operands["matrix"] + place, 1, ctypes.c_int8)[0] = 5
+            memory_at(operands["matrix"] + place, 1, ctypes.c_int8)[0] = 5
         assert operands.are_whole() == (place is None)
     assert (matrix == 1).all()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from plan_sample import KINDS, changed, gathered, plans, worked_example
+from plan_sample import KINDS, altered, at_the_end, changed, gathered, instead, plans, whole_rows, worked_example
 from spaces import ARCH, families
 
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
-from hadagen.layout import LANE_BITS, PAIR, bit, lane, reg, warp
+from hadagen.layout import LANE_BITS, PAIR, bit, cta, lane, reg, warp
 from hadagen.plan import Plan, interpret
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.reference import hadamard
@@ -153,119 +155,153 @@ def test_only_where_the_order_of_tiles_is_known_is_one_prefetched() -> None:
     assert [type(step) for step in plan.steps[:2]] == [Load, Prefetch]
     assert Prefetch(8).tiles_ahead(plan) == 8 << 20 >> 9
     assert Prefetch(1).tiles_ahead(plan) == Prefetch(8).tiles_ahead(plan) // 8
-    with pytest.raises(UsageError, match="do not take tiles in order"):
-        dataclasses.replace(plan, persistent=True)
-    with pytest.raises(UsageError, match="pitched rows lie anywhere"):
-        dataclasses.replace(plan, problem=plan.problem.with_io(rows=Rows.PITCHED))
     whole_rows = Knobs(chunks=8, warps=8, cluster=2, block_bits="load", mma_carrier="split", butterfly_carrier="fp32")
     large = dataclasses.replace(whole_rows, exchange_carrier="fp32", ahead=8)
     assert build_plan(Problem.of(1 << 15, DType.FLOAT16), large, ARCH).shares_loaded == 2
 
 
-def test_the_scale_is_multiplied_once() -> None:
-    plan = worked_example()
-    first = next(i for i, step in enumerate(plan.steps) if isinstance(step, Mma))
-    with pytest.raises(UsageError, match="by the scale once"):
-        changed(plan, first, dataclasses.replace(plan.steps[first], factor=2))
-    with pytest.raises(UsageError, match="by the scale once"):
-        changed(plan, first, dataclasses.replace(plan.steps[first], factor=0))
+def split(**knobs: Any) -> Plan:
+    """n = 256, accurate."""
+    return build_plan(Problem.of(256, DType.FLOAT16), Knobs(mma_carrier="split", **knobs), ARCH)
 
 
-def test_what_would_be_computed_twice_or_displaced_is_refused() -> None:
-    plan = worked_example()
-    first = next(i for i, step in enumerate(plan.steps) if isinstance(step, Butterfly))
-    with pytest.raises(UsageError, match="a second time"):
-        changed(plan, first, plan.steps[first], plan.steps[first])
-    with pytest.raises(UsageError, match="whole 16-byte vectors"):
-        changed(plan, len(plan.steps) - 1, Transpose(), plan.steps[-1])
-    exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
-    with pytest.raises(UsageError):
-        changed(plan, exchange, Exchange(((reg(2), warp(0)),), "packed"))
-    float32 = build_plan(Problem.of(8, DType.FLOAT32), Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH)
-    across = float32.steps.index(Shuffle(0))
-    changed(float32, across, SwapButterfly(0, reg(1)))
-    with pytest.raises(UsageError, match="whole 16-byte vectors"):
-        changed(float32, across, SwapButterfly(0, reg(0)))
+def tf32() -> Plan:
+    return build_plan(Problem.of(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
 
 
-def test_what_names_no_place_of_the_tile_or_cannot_be_run_is_refused() -> None:
-    plan, last = worked_example(), len(worked_example().steps) - 1
-    with pytest.raises(UsageError, match="Butterfly names reg9, which the tile lacks"):
-        changed(plan, last, Butterfly(reg(9)), plan.steps[-1])
-    exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
-    with pytest.raises(UsageError, match="Exchange names warp7, which the tile lacks"):
-        changed(plan, exchange, Exchange(((reg(2), warp(7)),), "packed"))
-    with pytest.raises(UsageError, match="the tile is stored once, at the end"):
-        changed(plan, last, plan.steps[-1], plan.steps[-1])
-    for stages in (0, 2):
-        with pytest.raises(UsageError, match=f"{stages} tiles under way; there is one, or more of a persistent grid"):
-            changed(plan, 0, dataclasses.replace(plan.load, path="cp_async", stages=stages))
-    with pytest.raises(UsageError, match="the plan loads nothing"):
-        changed(plan, 0)
-    with pytest.raises(UsageError, match="min_blocks = 0; an SM holds one block at least"):
-        dataclasses.replace(plan, min_blocks=0)
+def short(dtype: DType, n: int = 8, **io: Any) -> Plan:
+    """With butterflies and shuffles alone."""
+    return build_plan(Problem.of(n, dtype, **io), Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH)
 
 
-def test_values_are_loaded_in_the_form_of_their_type() -> None:
-    steps = (Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1)), Scale(), Store())
-    with pytest.raises(UsageError, match="values of this type are not loaded as fp32"):
-        Plan(Problem.of(8, DType.FLOAT16), 0, 0, 0, (Load("plain", carrier=FP32), *steps))
+def packed() -> Plan:
+    """n = 512, fast, with a butterfly of packed values."""
+    return build_plan(Problem.of(512, DType.FLOAT16, Numerics.FAST), Knobs(chunks=2), ARCH)
 
 
-@pytest.mark.parametrize("load", ["cp_async", "bulk"])
-def test_pitched_rows_are_loaded_straight_to_registers(load: str) -> None:
-    knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32")
-    plan = build_plan(Problem.of(64, DType.FLOAT16, rows="pitched"), knobs, ARCH)
-    with pytest.raises(UsageError, match="pitched rows are not copied to shared memory as they lie"):
-        changed(plan, 0, Load(load))
+def started(*before: int, **fields: Any) -> Plan:
+    """A plan that lets the next kernel start in front of each of these steps."""
+    steps = list(split().steps)
+    for place in before:
+        steps.insert(place, Trigger())
+    return dataclasses.replace(split(), steps=tuple(steps), **fields)
 
 
-def test_no_butterfly_is_between_the_packed_values_of_a_pair_nor_across_lanes_by_swaps() -> None:
-    plan = build_plan(Problem.of(512, DType.FLOAT16, Numerics.FAST), Knobs(chunks=2), ARCH)
-    packed = next(i for i, step in enumerate(plan.steps) if isinstance(step, Butterfly))
-    assert plan.carriers[packed] == PACKED
-    with pytest.raises(UsageError, match="needs fp32 values but finds packed"):
-        changed(plan, packed, plan.steps[packed], Butterfly(PAIR))
-    with pytest.raises(UsageError, match="needs fp32 values but finds packed"):
-        changed(plan, packed, plan.steps[packed], SwapButterfly(0, reg(2)))
+TO_STORE = (Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1)), Scale(), Store())
+OVER_BLOCKS = dataclasses.replace(whole_rows().steps[1], reg=2)
+LATE = (0, 2, 1, *range(3, len(normalized().steps)))
+ONCE = "the next kernel is let start once, and after the load"
+NO_LEVEL = "only normalized values are in the range of a float16"
+# Why a plan is refused, and what makes it.
+REFUSED: list[tuple[str, Callable[[], Plan]]] = [
+    ("by the scale once", lambda: altered(worked_example(), Mma, factor=2)),
+    ("by the scale once", lambda: altered(worked_example(), Mma, factor=0)),
+    ("a second time", lambda: instead(packed(), Butterfly, Butterfly(reg(2)), Butterfly(reg(2)))),
+    ("whole 16-byte vectors", lambda: at_the_end(worked_example(), Transpose())),
+    (
+        "needs packed values but finds fp32",
+        lambda: instead(worked_example(), Exchange, Exchange(((reg(2), warp(0)),), "packed")),
+    ),
+    ("whole 16-byte vectors", lambda: instead(short(DType.FLOAT32), Shuffle, SwapButterfly(0, reg(0)))),
+    ("Butterfly names reg9, which the tile lacks", lambda: at_the_end(worked_example(), Butterfly(reg(9)))),
+    (
+        "Exchange names warp7, which the tile lacks",
+        lambda: instead(worked_example(), Exchange, Exchange(((reg(2), warp(7)),), "packed")),
+    ),
+    ("the tile is stored once, at the end", lambda: at_the_end(worked_example(), worked_example().steps[-1])),
+    *(
+        (
+            f"{stages} tiles under way; there is one, or more of a persistent grid",
+            lambda stages=stages: altered(worked_example(), Load, path="cp_async", stages=stages),
+        )
+        for stages in (0, 2)
+    ),
+    ("the plan loads nothing", lambda: instead(worked_example(), Load)),
+    ("min_blocks = 0; an SM holds one block at least", lambda: dataclasses.replace(worked_example(), min_blocks=0)),
+    (
+        "values of this type are not loaded as fp32",
+        lambda: Plan(Problem.of(8, DType.FLOAT16), 0, 0, 0, (Load("plain", carrier=FP32), *TO_STORE)),
+    ),
+    *(
+        (
+            "pitched rows are not copied to shared memory as they lie",
+            lambda load=load: changed(short(DType.FLOAT16, 64, rows="pitched"), 0, Load(load)),
+        )
+        for load in ("cp_async", "bulk")
+    ),
+    ("needs fp32 values but finds packed", lambda: instead(packed(), Butterfly, Butterfly(PAIR))),
+    ("needs fp32 values but finds packed", lambda: instead(packed(), Butterfly, SwapButterfly(0, reg(2)))),
+    (
+        "only what was just loaded is normalized",
+        lambda: dataclasses.replace(normalized(), steps=tuple(map(normalized().steps.__getitem__, LATE))),
+    ),
+    (
+        "only values of the range of a bfloat16 are normalized",
+        lambda: dataclasses.replace(normalized(), problem=Problem.of(4096, DType.FLOAT16)),
+    ),
+    (NO_LEVEL, lambda: altered(normalized(), Mma, factor=0)),
+    (NO_LEVEL, lambda: instead(tf32(), Round, Narrow(), Widen(), Round())),
+    ("nothing normalizes", lambda: instead(normalized(), Normalize)),
+    ("more warps than lanes", lambda: dataclasses.replace(normalized(), warp_bits=5)),
+    ("it has several rows", lambda: dataclasses.replace(normalized(), cta_bits=2)),
+    ("sums of packed values are not fp16", lambda: altered(normalized(), Mma, accumulator=FP16)),
+    ("only an fp32 exchange has two vectors a chunk", lambda: altered(normalized(), Exchange, rounds=2)),
+    (
+        "levels cross to other blocks with fp16, in one exchange",
+        lambda: instead(tf32(), Load, tf32().steps[0], Normalize()),
+    ),
+    (
+        "rounds once",
+        lambda: dataclasses.replace(
+            build_plan(Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(), ARCH), problem=split().problem
+        ),
+    ),
+    ("rounds once", lambda: instead(split(), Scale, Round(), Widen(), Scale())),
+    ("do not take tiles in order", lambda: dataclasses.replace(split(ahead=8), persistent=True)),
+    (
+        "pitched rows lie anywhere",
+        lambda: dataclasses.replace(split(ahead=8), problem=split().problem.with_io(rows=Rows.PITCHED)),
+    ),
+    ("all chunks meet from the exchange on", lambda: dataclasses.replace(worked_example(), order="by_group")),
+    (
+        "order 'by_tile' is not known; choose one of by_step, by_group",
+        lambda: dataclasses.replace(worked_example(), order="by_tile"),
+    ),
+    (r"index bits \[12\] are never transformed", lambda: altered(whole_rows(), Mma, over_blocks=False)),
+    ("only what each block has loaded", lambda: instead(whole_rows(), Butterfly, OVER_BLOCKS)),
+    ("are not exchanged between them", lambda: at_the_end(whole_rows(), Exchange(((reg(2), cta(0)),), PACKED))),
+    *(
+        ("only packed values are summed over blocks", lambda fields=fields: altered(whole_rows(), Mma, **fields))
+        for fields in ({"operand": "bfloat16", "parts": 2}, {"accumulator": PACKED}, {"turned": True})
+    ),
+    ("by the scale once", lambda: altered(whole_rows(), Mma, factor=0)),
+    *(
+        (
+            "only what each block has loaded, straight to registers or by multicast",
+            lambda load=load: instead(whole_rows(), Load, Load(load)),
+        )
+        for load in ("bulk", "cp_async")
+    ),
+    ("no step needs the shares of other blocks", lambda: instead(split(), Load, Load("multicast"))),
+    ("no step needs the shares of other blocks", lambda: instead(gathered(), Gather, Scale())),
+    ("it finds what a multicast has brought", lambda: altered(gathered(), Load, path="plain")),
+    ("by the scale once", lambda: at_the_end(gathered(), Scale())),
+    ("only what each block has loaded", lambda: instead(gathered(), Gather, gathered().steps[2], Gather())),
+    ("there is one block", lambda: altered(tf32(), Mma, over_blocks=True)),
+    (ONCE, lambda: started(0)),
+    (ONCE, lambda: started(1, 1)),
+    ("blocks that loop leave no room for the next kernel's", lambda: started(1, persistent=True)),
+]
 
 
-def test_only_what_was_loaded_of_one_row_and_crosses_blocks_once_is_normalized() -> None:
-    plan = normalized()
-    first = plan.steps[2]
-    assert plan.steps[1] == Normalize()
-    with pytest.raises(UsageError, match="only what was just loaded is normalized"):
-        dataclasses.replace(plan, steps=(plan.steps[0], first, Normalize(), *plan.steps[3:]))
-    with pytest.raises(UsageError, match="only values of the range of a bfloat16 are normalized"):
-        dataclasses.replace(plan, problem=Problem.of(4096, DType.FLOAT16))
-    with pytest.raises(UsageError, match="only normalized values are in the range of a float16"):
-        changed(plan, 2, dataclasses.replace(first, factor=0))
-    with pytest.raises(UsageError, match="nothing normalizes"):
-        changed(plan, 1)
-    with pytest.raises(UsageError, match="more warps than lanes"):
-        dataclasses.replace(plan, warp_bits=5)
-    with pytest.raises(UsageError, match="it has several rows"):
-        dataclasses.replace(plan, cta_bits=2)
-    with pytest.raises(UsageError, match="sums of packed values are not fp16"):
-        changed(plan, 2, dataclasses.replace(first, accumulator=FP16))
-    exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
-    with pytest.raises(UsageError, match="only an fp32 exchange has two vectors a chunk"):
-        changed(plan, exchange, dataclasses.replace(plan.steps[exchange], rounds=2))
-    wide = build_plan(Problem.of(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
-    with pytest.raises(UsageError, match="levels cross to other blocks with fp16, in one exchange"):
-        dataclasses.replace(wide, steps=(wide.steps[0], Normalize(), *wide.steps[1:]))
-    narrow = next(i for i, step in enumerate(wide.steps) if isinstance(step, Round))
-    with pytest.raises(UsageError, match="only normalized values are in the range of a float16"):
-        changed(wide, narrow, Narrow(), Widen(), Round())
+@pytest.mark.parametrize(("why", "make"), REFUSED, ids=[why for why, _ in REFUSED])
+def test_a_plan_that_computes_anything_else_or_cannot_be_run_is_refused(why: str, make: Callable[[], Plan]) -> None:
+    with pytest.raises(UsageError, match=why):
+        make()
 
 
-def test_accurate_refuses_a_round_between_steps() -> None:
-    fast = build_plan(Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(), ARCH)
-    with pytest.raises(UsageError, match="rounds once"):
-        dataclasses.replace(fast, problem=Problem.of(256, DType.FLOAT16, Numerics.ACCURATE))
-    accurate = build_plan(Problem.of(256, DType.FLOAT16, Numerics.ACCURATE), Knobs(mma_carrier="split"), ARCH)
-    with pytest.raises(UsageError, match="rounds once"):
-        changed(accurate, accurate.steps.index(Scale()), Round(), Widen(), Scale())
+def test_a_lane_may_be_swapped_with_a_register_of_another_vector() -> None:
+    assert SwapButterfly(0, reg(1)) in instead(short(DType.FLOAT32), Shuffle, SwapButterfly(0, reg(1))).steps
 
 
 @pytest.mark.parametrize(("trigger", "at"), [("load", 1), ("store", -2)])
@@ -275,17 +311,8 @@ def test_the_next_kernel_may_start_after_the_load_or_before_the_store(trigger: s
     )
     plan = build_plan(Problem.of(8192, DType.BFLOAT16), dataclasses.replace(knobs, trigger=trigger), ARCH)
     assert [i for i, step in enumerate(plan.steps) if step == Trigger()] == [at % len(plan.steps)]
-    assert isinstance(plan.steps[0], Load)
-    assert isinstance(plan.steps[-1], Store)
-    assert sum(isinstance(step, Prefetch) for step in plan.steps) == 1
-    why = "the next kernel is let start once, and after the load"
-    alone = build_plan(Problem.of(256, DType.FLOAT16), Knobs(mma_carrier="split"), ARCH)
-    steps = list(alone.steps)
-    for wrong in ([Trigger(), *steps], [steps[0], Trigger(), Trigger(), *steps[1:]]):
-        with pytest.raises(UsageError, match=why):
-            dataclasses.replace(alone, steps=tuple(wrong))
-    with pytest.raises(UsageError, match="blocks that loop leave no room for the next kernel's"):
-        dataclasses.replace(alone, steps=(steps[0], Trigger(), *steps[1:]), persistent=True)
+    kinds = [type(step) for step in plan.steps]
+    assert (kinds[0], kinds[-1], kinds.count(Prefetch)) == (Load, Store, 1)
 
 
 def test_equal_plans_have_equal_digests_and_others_do_not() -> None:

@@ -46,7 +46,6 @@ class RacingRunner(FakeRunner):
 
     @staticmethod
     def handicap(variant: Variant) -> float:
-        assert variant.kernel
         return 1e-6 * (zlib.crc32(variant.kernel.digest.encode()) % 10_000)
 
 
@@ -57,14 +56,12 @@ def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
     raced = [event for event in events if isinstance(event, PairRaced)]
     assert report.raced == sum(len(event.margins) for event in raced) > 0
     for a, b, cells in runner.races:
-        assert a.kernel
         assert b.kernel
         assert a.kernel.cubin
         assert a.problem == b.problem
         assert {(cell.elements, cell.cache) for cell in cells} <= set(CELLS)
     pairs = [{variant.kernel.digest: runner.handicap(variant) for variant in pair[:2]} for pair in runner.races]
     for trial, timing in best_by_cell(store.trials()).values():
-        assert trial.kernel
         met = [pair for pair in pairs if trial.kernel.digest in pair]
         assert met
         assert all(pair[trial.kernel.digest] == max(pair.values()) for pair in met)

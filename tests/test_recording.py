@@ -31,6 +31,7 @@ from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
 from hadagen.space import Space
+from hadagen.toolchain import BuildFailure
 from hadagen.trial import Outcome, Trial
 from hadagen.tuner.events import ProblemFinished, TrialFinished
 from hadagen.tuner.export import kernel_tuner_cache, objective, write_kernel_tuner_cache
@@ -166,8 +167,6 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
 
 def test_variants_that_do_not_compile_are_recorded_too(tmp_path: Path) -> None:
     def failing(sources: Iterable[Any]) -> list[Any]:
-        from hadagen.toolchain import BuildFailure
-
         return [
             BuildFailure("k", "no room\nat all") if i % 2 else kernel for i, kernel in enumerate(build(list(sources)))
         ]
@@ -640,6 +639,6 @@ def test_bad_usage_of_a_replay_is_a_sentence(files: list[Path], tmp_path: Path) 
     other = small_field().recording
     write_recording(replace(other, environment=replace(GPU, gpu="Another")), files[0])
     said = sentence(run("dev", "replay", *files), 2)
-    assert said == "the recordings come from several devices (Another, Test GPU); replay those of one"
+    assert said == "the recordings come from several devices (Another, Test GPU); replay the recordings of one device"
     (tmp_path / "file").touch()
     assert "cannot be written" in sentence(run("dev", "replay", files[0], "--export", tmp_path / "file" / "in"), 1)

@@ -103,10 +103,16 @@ class Bench:
         return [rows for rows, _ in self.rounds]
 
 
+def tuned(formulas: Sequence[Formula], rows: Sequence[int] = ()) -> Bench:
+    """A bench whose kernels were timed at these numbers of rows, by default at those of the buckets."""
+    bench = Bench(formulas)
+    bench.tune(rows)
+    return bench
+
+
 def test_the_end_of_a_wave_is_found() -> None:
     """264 rows are a wave of one kernel, and from there on the other is faster, as it is with less than 234."""
-    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
-    bench.tune([128, 256, 384, 512])
+    bench = tuned([waves(264, 7.0), lambda rows: 0.03 * rows], [128, 256, 384, 512])
     assert bench.loss(bench.winners(), 271) > 0.7
     added = bench.refine()
     found = bench.winners()
@@ -133,14 +139,14 @@ def test_what_is_for_gpus_that_hold_no_large_clusters_ends_no_gap() -> None:
 
 def test_where_calls_change_kernels_is_looked_at_though_the_same_wins_around() -> None:
     """The second kernel wins at 789 rows, so calls take it from 635 on: between 512 and 724, where the first wins."""
-    bench = Bench(
+    bench = tuned(
         [
             lambda rows: 1.0,
             lambda rows: 1.5 if rows < 700 else 1.01 if rows < 750 else 0.9,
             lambda rows: 1.01 if 700 < rows < 750 else 1.5 if rows < 850 else 0.89,
-        ]
+        ],
+        [512, 1024],
     )
-    bench.tune([512, 1024])
     assert bench.refine() == {663: 0, 789: 1}
     assert bench.looked_at == [[724], [861], [789], [608, 938], [663], [663, 789]]
     assert max(bench.loss(bench.winners(), rows) for rows in range(512, 1025)) <= LOSS
@@ -172,31 +178,30 @@ def test_calls_lose_nothing_at_any_count_that_was_looked_at(shapes: list[tuple[i
 
 
 def test_one_kernel_needs_no_more_winners() -> None:
-    bench = Bench([waves(100, 1.0)])
-    bench.tune()
+    bench = tuned([waves(100, 1.0)])
     assert bench.refine() == {}
     assert not bench.rounds
 
 
 def test_where_the_best_takes_longer_by_more_than_its_share_another_is_looked_for() -> None:
     """Past 264 rows, where a wave of the first kernel ends. It wins at 283, as at 256, and loses between."""
-    bench = Bench([waves(264, 7.0), lambda rows: 12.0 if rows < 283 else 14.1])
-    bench.tune([256, 384])
+    bench = tuned([waves(264, 7.0), lambda rows: 12.0 if rows < 283 else 14.1], [256, 384])
     assert bench.refine() == {269: 1}
     assert bench.looked_at == [[313], [283], [269], [346], [329], [269]]
 
 
 def test_near_ties_need_no_more_winners() -> None:
-    bench = Bench([lambda rows: 1.0 + 0.0075 * log2(rows / 64), lambda rows: 1.03 - 0.0075 * log2(rows / 64)])
-    bench.tune([count // LONG.n for count in element_buckets(LONG) if 64 <= count // LONG.n <= 1024])
+    bench = tuned(
+        [lambda rows: 1.0 + 0.0075 * log2(rows / 64), lambda rows: 1.03 - 0.0075 * log2(rows / 64)],
+        [count // LONG.n for count in element_buckets(LONG) if 64 <= count // LONG.n <= 1024],
+    )
     assert set(bench.winners().values()) == {0, 1}
     assert bench.refine() == {}
 
 
 def test_a_lucky_time_names_no_winner() -> None:
     """At 181 rows the second kernel is timed once as if it were faster."""
-    bench = Bench([lambda rows: 1.0 * rows, lambda rows: 1.0 * rows + (rows != 512)])
-    bench.tune([128, 256, 512])
+    bench = tuned([lambda rows: 1.0 * rows, lambda rows: 1.0 * rows + (rows != 512)], [128, 256, 512])
     bench.luck = {(1, 181): 0.5}
     assert bench.refine() == {}
     assert bench.looked_at[-1] == [181]
@@ -205,8 +210,7 @@ def test_a_lucky_time_names_no_winner() -> None:
 @pytest.mark.parametrize("outcome", [Outcome.WRONG_ANSWER, Outcome.UNSTABLE])
 def test_a_kernel_that_is_wrong_by_now_wins_nothing_any_more(outcome: Outcome) -> None:
     """Not by its trials on another driver either, and it is not timed again."""
-    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
-    bench.tune([256, 384])
+    bench = tuned([waves(264, 7.0), lambda rows: 0.03 * rows], [256, 384])
     bench.store.record(replace(bench.store.trials()[1], environment=replace(H100, driver="1"), detail="older"))
     bench.endings = {1: outcome}
     assert bench.winners() == {256: 0, 384: 1}
@@ -223,8 +227,7 @@ def test_a_kernel_that_is_wrong_by_now_wins_nothing_any_more(outcome: Outcome) -
 )
 def test_a_kernel_that_is_wrong_on_one_gpu_or_for_one_problem_keeps_what_it_won_elsewhere(other: Any) -> None:
     """As when two contracts have compiled to the same code."""
-    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
-    bench.tune([256, 384])
+    bench = tuned([waves(264, 7.0), lambda rows: 0.03 * rows], [256, 384])
     bench.store.record(replace(bench.store.trials()[1], **other))
     bench.endings = {1: Outcome.WRONG_ANSWER}
     bench.run()
@@ -245,8 +248,7 @@ def test_a_place_is_looked_at_once_though_a_kernel_was_not_timed_there() -> None
 
 
 def test_where_all_kernels_are_wrong_by_now_nothing_wins() -> None:
-    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
-    bench.tune([256, 384])
+    bench = tuned([waves(264, 7.0), lambda rows: 0.03 * rows], [256, 384])
     bench.endings = dict.fromkeys((0, 1), Outcome.WRONG_ANSWER)
     bench.run()
     assert bench.winners() == {}
@@ -255,8 +257,7 @@ def test_where_all_kernels_are_wrong_by_now_nothing_wins() -> None:
 
 
 def test_a_kernel_that_fails_otherwise_keeps_what_it_won_and_is_left_out() -> None:
-    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
-    bench.tune([256, 384])
+    bench = tuned([waves(264, 7.0), lambda rows: 0.03 * rows], [256, 384])
     bench.endings = {1: Outcome.TIMEOUT}
     assert bench.refine() == {}
     assert [numbers for _, numbers in bench.rounds] == [[0, 1]]
@@ -268,8 +269,7 @@ def test_a_kernel_that_fails_otherwise_keeps_what_it_won_and_is_left_out() -> No
 
 
 def test_only_the_newest_kernel_of_knobs_competes() -> None:
-    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
-    bench.tune([256, 384])
+    bench = tuned([waves(264, 7.0), lambda rows: 0.03 * rows], [256, 384])
     (_, second) = bench.store.trials()
     older = replace(second, environment=replace(H100, driver="1"), date="2024", kernel=make_kernel(b"older"))
     faster = tuple(replace(timing, us=0.9 * timing.us) for timing in older.timings)
@@ -284,8 +284,7 @@ def test_only_the_newest_kernel_of_knobs_competes() -> None:
 
 def test_a_second_time_counts_on_another_driver_too() -> None:
     """A kernel that was lucky on an older one."""
-    bench = Bench([lambda rows: 1.0 * rows, lambda rows: 1.0 * rows + (rows != 512)])
-    bench.tune([128, 256, 512])
+    bench = tuned([lambda rows: 1.0 * rows, lambda rows: 1.0 * rows + (rows != 512)], [128, 256, 512])
     cells = cells_at(LONG, 181 * LONG.n, IN_PLACE, H100.l2_bytes)
     lucky = replace(bench.trial(1, cells), environment=replace(H100, driver="1"), date="2024")
     bench.store.record(replace(lucky, timings=tuple(replace(timing, us=1.0) for timing in lucky.timings)))
@@ -295,23 +294,22 @@ def test_a_second_time_counts_on_another_driver_too() -> None:
 
 def test_no_row_count_is_skipped() -> None:
     """Between 2 and 4 rows lies 3, though their geometric mean is below it."""
-    bench = Bench([lambda rows: 1.0 if rows in (2, 4) else 2.0, lambda rows: 1.5])
-    bench.tune([2, 4, 8])
+    bench = tuned([lambda rows: 1.0 if rows in (2, 4) else 2.0, lambda rows: 1.5], [2, 4, 8])
     assert bench.refine() == {3: 1, 5: 1}
 
 
 def test_a_tie_goes_to_a_kernel_at_an_end_of_the_gap() -> None:
     """So that gaps are not halved for kernels that are as fast."""
-    bench = Bench([lambda rows: 1.0, lambda rows: {181: 0.99, 512: 0.5}.get(rows, 9.0)])
-    bench.tune([128, 256, 512])
+    bench = tuned([lambda rows: 1.0, lambda rows: {181: 0.99, 512: 0.5}.get(rows, 9.0)], [128, 256, 512])
     bench.refine()
     assert {rows for there in bench.looked_at for rows in there if rows < 256} == {181}
 
 
 def test_kernels_that_win_nowhere_yet_compete() -> None:
     """As many as are allowed, those first that come nearest to winning."""
-    bench = Bench([lambda rows: 1.0, *(lambda rows, i=i: 1.1 + i if rows in (128, 256) else 0.5 for i in range(40))])
-    bench.tune([128, 256])
+    bench = tuned(
+        [lambda rows: 1.0, *(lambda rows, i=i: 1.1 + i if rows in (128, 256) else 0.5 for i in range(40))], [128, 256]
+    )
     assert set(bench.winners().values()) == {0}
     assert set(bench.refine().values()) == {1}
     assert sorted(bench.rounds[0][1]) == list(range(MOST_KERNELS))
@@ -322,8 +320,7 @@ def test_what_wins_at_either_end_wins_the_middle_if_it_is_near_the_best(near: in
     """So only the other half is looked at again, though a third kernel is a little faster in the middle."""
     us = [{128: 1.0}, {256: 1.0}, {181: 1.0}]
     us[near][181] = 1.01
-    bench = Bench([lambda rows, us=us: us.get(rows, 9.0) for us in us])
-    bench.tune([128, 256])
+    bench = tuned([lambda rows, us=us: us.get(rows, 9.0) for us in us], [128, 256])
     assert bench.winners() == {128: 0, 256: 1}
     bench.refine()
     assert bench.looked_at[:2] == [[181], [then]]
@@ -339,8 +336,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_no_more_compete_than_are_allowed_and_the_winners_do_first(few: int) -> None:
     """One that is near the best everywhere wins, though others are a little faster at one count each."""
     rows = [1 << k for k in range(13)] + [3 << k for k in range(2, 8)]
-    bench = Bench([lambda rows: 1.01, *(lambda rows, best=best: 1.0 if rows == best else 2.0 for best in rows)])
-    bench.tune(rows)
+    bench = tuned([lambda rows: 1.01, *(lambda rows, best=best: 1.0 if rows == best else 2.0 for best in rows)], rows)
     assert set(bench.winners().values()) == {0}
     bench.refine()
     assert len(bench.rounds[0][1]) == few
@@ -349,8 +345,7 @@ def test_no_more_compete_than_are_allowed_and_the_winners_do_first(few: int) -> 
 
 def test_all_that_win_compete(few: int) -> None:
     rows = [1 << k for k in range(13)] + [3 << k for k in range(2, 8)]
-    bench = Bench([lambda rows, best=best: 1.0 if rows == best else 2.0 for best in rows])
-    bench.tune(rows)
+    bench = tuned([lambda rows, best=best: 1.0 if rows == best else 2.0 for best in rows], rows)
     bench.formulas = [*bench.formulas, lambda rows: 3.0]
     bench.tune(rows)
     bench.refine()
@@ -360,8 +355,7 @@ def test_all_that_win_compete(few: int) -> None:
 
 def test_what_an_earlier_run_timed_is_not_timed_again() -> None:
     """But where a new kernel competes, all are."""
-    bench = Bench([lambda rows: 1.0 * rows, lambda rows: 2.0 * rows])
-    bench.tune([128, 256, 512])
+    bench = tuned([lambda rows: 1.0 * rows, lambda rows: 2.0 * rows], [128, 256, 512])
     assert bench.refine() == {}
     assert bench.looked_at == [[181, 362]]
     assert bench.refine() == {}
@@ -373,8 +367,7 @@ def test_what_an_earlier_run_timed_is_not_timed_again() -> None:
 
 
 def test_a_new_winner_at_a_bucket_leaves_no_stale_one_beside_it() -> None:
-    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
-    bench.tune([256, 384])
+    bench = tuned([waves(264, 7.0), lambda rows: 0.03 * rows], [256, 384])
     assert set(bench.refine().values()) == {1}
     bench.formulas = [*bench.formulas, lambda rows: 0.01 * rows]
     bench.tune([256, 384])
@@ -445,8 +438,7 @@ def test_kernels_are_timed_in_the_regimes_that_name_winners(elements: int, cache
 
 def test_past_the_deadline_nothing_is_timed_and_the_next_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock stands still until the device has timed one kernel."""
-    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
-    bench.tune([128, 256, 384, 512])
+    bench = tuned([waves(264, 7.0), lambda rows: 0.03 * rows], [128, 256, 384, 512])
     before = bench.winners()
     now = [0.0]
     monkeypatch.setattr(refine_module.time, "monotonic", lambda: now[0])

@@ -148,7 +148,6 @@ def test_knobs_of_one_value_and_searches_of_few_trials_have_no_effects() -> None
 def test_a_curve_has_best_possible_over_best_so_far_after_each_trial() -> None:
     (search,) = searches(trials_of([None, 4.0, 8.0, 2.0, None, 3.0]))
     curve = curves.curve_of(search)
-    assert curve
     assert curve.fractions == pytest.approx((0.25, 0.5, 0.5, 1.0, 1.0, 1.0))
     assert curve.trials_to_near == 4
     assert curve.steps() == ([1, 2, 4, 6], [pytest.approx(0.25), pytest.approx(0.5), pytest.approx(1.0), 1.0])

@@ -81,44 +81,41 @@ def test_a_killed_search_ends_like_one_that_was_not(tmp_path: Path, where: str, 
     assert len(measured) == len(set(measured))
 
 
-def test_a_finished_search_is_not_done_again(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "trials.db") as store:
-        tune(options(store, FakeRunner()))
-        before = store.trials()
-        again = FakeRunner()
-        report = tune(options(store, again))
-        assert again.asked == []
-        assert store.trials() == before
-        assert (report.finished, report.finished_before, report.stopped) == (TRIALS, TRIALS, "")
-        more = tune(options(store, again, trials=TRIALS + 3))
-        assert (len(again.asked), more.finished) == (3, TRIALS + 3)
-        events: list[object] = []
-        fewer = tune(options(store, again, trials=TRIALS // 2), events.append)
-        assert (len(again.asked), fewer.finished, fewer.stopped) == (3, TRIALS + 3, "")
-        assert isinstance(events[0], SearchStarted)
-        assert events[0].trials == events[0].finished == TRIALS + 3
-        assert [type(event) for event in events[1:]] == [ProblemStarted, ProblemFinished]
+def test_a_finished_search_is_not_done_again(store: Store) -> None:
+    tune(options(store, FakeRunner()))
+    before = store.trials()
+    again = FakeRunner()
+    report = tune(options(store, again))
+    assert again.asked == []
+    assert store.trials() == before
+    assert (report.finished, report.finished_before, report.stopped) == (TRIALS, TRIALS, "")
+    more = tune(options(store, again, trials=TRIALS + 3))
+    assert (len(again.asked), more.finished) == (3, TRIALS + 3)
+    events: list[object] = []
+    fewer = tune(options(store, again, trials=TRIALS // 2), events.append)
+    assert (len(again.asked), fewer.finished, fewer.stopped) == (3, TRIALS + 3, "")
+    assert isinstance(events[0], SearchStarted)
+    assert events[0].trials == events[0].finished == TRIALS + 3
+    assert [type(event) for event in events[1:]] == [ProblemStarted, ProblemFinished]
 
 
-def test_trials_of_two_drivers_count_once(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "trials.db") as store:
-        tune(options(store, FakeRunner()))
-        store.record(*(replace(each, environment=replace(each.environment, driver="1.0")) for each in store.trials()))
-        report = tune(options(store, FakeRunner(), trials=TRIALS + 3))
-        assert (report.finished, report.finished_before) == (TRIALS + 3, TRIALS)
+def test_trials_of_two_drivers_count_once(store: Store) -> None:
+    tune(options(store, FakeRunner()))
+    store.record(*(replace(each, environment=replace(each.environment, driver="1.0")) for each in store.trials()))
+    report = tune(options(store, FakeRunner(), trials=TRIALS + 3))
+    assert (report.finished, report.finished_before) == (TRIALS + 3, TRIALS)
 
 
-def test_trials_of_another_gpu_do_not_count(tmp_path: Path) -> None:
+def test_trials_of_another_gpu_do_not_count(store: Store) -> None:
     class Elsewhere(FakeRunner):
         environment = replace(GPU, gpu="Another GPU")
 
-    with Store.open(tmp_path / "trials.db") as store:
-        tune(options(store, FakeRunner()))
-        report = tune(options(store, Elsewhere(), trials=1))
-        assert (report.finished, report.finished_before) == (1, 0)
+    tune(options(store, FakeRunner()))
+    report = tune(options(store, Elsewhere(), trials=1))
+    assert (report.finished, report.finished_before) == (1, 0)
 
 
-def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured_and_says_so(store: Store) -> None:
     reported = []
 
     def listen(event: object) -> None:
@@ -127,13 +124,12 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: Path) -> None:
             if len(reported) == 4:
                 raise KeyboardInterrupt
 
-    with Store.open(tmp_path / "trials.db") as store:
-        report = tune(options(store, FakeRunner()), listen)
-        assert report.stopped == "interrupted"
-        kept = {knobs_key(trial.knobs) for trial in store.trials(blobs=False)}
-        assert len(reported) >= 4
-        assert kept == set(reported)
-        assert tune(options(store, FakeRunner())).finished == TRIALS
+    report = tune(options(store, FakeRunner()), listen)
+    assert report.stopped == "interrupted"
+    kept = {knobs_key(trial.knobs) for trial in store.trials(blobs=False)}
+    assert len(reported) >= 4
+    assert kept == set(reported)
+    assert tune(options(store, FakeRunner())).finished == TRIALS
 
 
 def test_interrupts_while_a_trial_is_recorded_wait_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +197,12 @@ def test_a_full_disk_is_said_wherever_optuna_meets_it(tmp_path: Path, room: int)
         tune(options(store, FakeRunner()))  # once there is room
 
 
-def test_tables_of_another_optuna_are_refused(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "trials.db") as store:
+def test_tables_of_another_optuna_are_refused(store: Store, tmp_path: Path) -> None:
+    tune(options(store, FakeRunner()))
+    with closing(sqlite3.connect(tmp_path / "trials.db")) as file, file:
+        file.execute("UPDATE alembic_version SET version_num = 'v9.9.9'")
+    with pytest.raises(StorageError, match=r"holds tables of another Optuna than .*; name another database"):
         tune(options(store, FakeRunner()))
-        with closing(sqlite3.connect(tmp_path / "trials.db")) as file, file:
-            file.execute("UPDATE alembic_version SET version_num = 'v9.9.9'")
-        with pytest.raises(StorageError, match=r"holds tables of another Optuna than .*; name another database"):
-            tune(options(store, FakeRunner()))
 
 
 def open_together(path: Path, all_here: Barrier) -> None:
@@ -220,22 +215,21 @@ def test_processes_that_begin_together_share_a_new_database(tmp_path: Path) -> N
     assert exit_codes(open_together, tmp_path / "trials.db", processes.Barrier(8), count=8) == [0] * 8
 
 
-def test_optuna_gets_the_trials_that_its_tables_lack(tmp_path: Path) -> None:
+def test_optuna_gets_the_trials_that_its_tables_lack(store: Store, tmp_path: Path) -> None:
     """As after a death between recording a trial and telling Optuna, or in a database whose trials were imported."""
     (problem,) = problems(256)
-    with Store.open(tmp_path / "trials.db") as store:
-        tune(options(store, FakeRunner(), trials=5))
-        imported = Store.open(tmp_path / "imported.db")
-        imported.record(*store.trials())
-        report = tune(options(imported, FakeRunner(), trials=6))
-        assert (report.finished_before, report.finished) == (5, 6)
-        (name,) = optuna.get_all_study_names(imported.url)
-        assert problem.key in name
-        assert GPU.gpu in name
-        study = optuna.load_study(study_name=name, storage=imported.url)
-        assert len(study.trials) == 6
-        assert all(trial.state.is_finished() for trial in study.trials)
-        imported.close()
+    tune(options(store, FakeRunner(), trials=5))
+    imported = Store.open(tmp_path / "imported.db")
+    imported.record(*store.trials())
+    report = tune(options(imported, FakeRunner(), trials=6))
+    assert (report.finished_before, report.finished) == (5, 6)
+    (name,) = optuna.get_all_study_names(imported.url)
+    assert problem.key in name
+    assert GPU.gpu in name
+    study = optuna.load_study(study_name=name, storage=imported.url)
+    assert len(study.trials) == 6
+    assert all(trial.state.is_finished() for trial in study.trials)
+    imported.close()
 
 
 # ---- compilers that die ----------------------------------------------------------------------------------------------
@@ -280,7 +274,6 @@ def test_what_a_runner_cannot_try_is_tried_again(store: Store) -> None:
             self.died: set[str] = set()
 
         def trial(self, variant: Variant) -> Any:
-            assert variant.kernel
             if variant.kernel.digest in self.died:
                 return super().trial(variant)
             self.died.add(variant.kernel.digest)
@@ -409,7 +402,6 @@ class BusyRunner(FakeRunner):
         self._often, self._left = often, Counter[str]()
 
     def trial(self, variant: Variant) -> Any:
-        assert variant.kernel
         self._left[variant.kernel.digest] += 1
         if len(self._left) > 2 and self._left[variant.kernel.digest] <= self._often:
             return BUSY
@@ -437,7 +429,7 @@ def test_a_search_on_a_gpu_that_stays_busy_ends_in_a_sentence_and_keeps_its_tria
 def test_progress_says_so_the_first_time() -> None:
     state = State(None, clock=lambda: 0.0)
     state.listen(VariantNotTried(PROBLEM, Knobs(), BUSY.reason, BUSY.advice))
-    assert state.note == f"{BUSY.reason}; what was timed then is timed again"
+    assert state.note == f"{BUSY.reason}; kernels timed at that time are timed again"
     state.listen(VariantNotTried(PROBLEM, Knobs(), "another"))
     assert "another" not in state.note
 

@@ -567,7 +567,7 @@ SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
         ((2,), {"signs": torch.tensor([1.0, math.nan])}, r"signs\[1\] is nan; each must be 1 or -1"),
         ((2,), {"signs": torch.tensor([True, True])}, "signs is a bool tensor"),
         ((2,), {"signs": torch.ones(2).cfloat()}, "signs is a complex64 tensor"),
-        ((2,), {"signs": torch.ones(2).to_sparse()}, "signs is a float32 tensor; pass a dense one"),
+        ((2,), {"signs": torch.ones(2).to_sparse()}, "signs is a float32 tensor; pass a dense tensor"),
     ],
     ids=str,
 )

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from collections.abc import Callable
+from inspect import getsource
+from textwrap import dedent
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -267,3 +273,98 @@ def test_warmup_finds_what_calls_find(
             # Fast calls take accurate kernels too, where the scale asks for that.
             assert called == warmed or not has_kernels or numerics == "fast", "loaded in vain"
             assert bool(called) == (has_kernels or rotation != "none")
+
+
+# ---- the way of a call -----------------------------------------------------------------------------------------------
+def walk(call: Callable[[], Quantized]) -> tuple[set[str], int]:
+    """The modules of the runtime that a call enters, and how many return statements the functions have that hand on its
+    result."""
+    entered: set[str] = set()
+    returned: list[tuple[CodeType, Any]] = []
+
+    def note(frame: FrameType, event: str, value: Any) -> None:
+        package, _, room = frame.f_globals.get("__name__", "").rpartition(".")
+        if package == "hadagen.runtime":
+            entered.add(room)
+            if event == "return":
+                returned.append((frame.f_code, value))
+
+    sys.setprofile(note)
+    try:
+        codes = call().codes
+    finally:
+        sys.setprofile(None)
+
+    def holds(value: Any) -> bool:
+        return any(map(holds, value)) if isinstance(value, (tuple, list, Quantized)) else value is codes
+
+    sources = {dedent(getsource(code)) for code, value in returned if holds(value)}
+    return entered, sum(isinstance(node, ast.Return) for text in sources for node in ast.walk(ast.parse(text)))
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize("by", [64, Rotation(N), Rotation(N, signs=[1, -1] * (N // 2))], ids=["n", "plain", "signed"])
+def test_the_way_of_a_call_is_short(by: Any, out: bool, device: EmulatedDevice) -> None:
+    """In so many modules, but for those of a Rotation, and return statements, with a kernel."""
+    x = normal(4, N, dtype=HALF)
+    options = {"out": new_out(rotate_quantize(x, by, to="mxfp8"))} if out else {}
+    tables.forget()
+    for rooms in (8, 4):
+        entered, returns = walk(lambda: rotate_quantize(x, by, to="mxfp8", **options))
+        assert len(entered - {"rotation", "sealed"}) <= rooms, entered
+        assert returns <= 6
+    assert len(device.launched) == 2 + out
+
+
+def test_known_calls_protect_memory(device: EmulatedDevice) -> None:
+    """What was like the result in one call need not be in the next."""
+    by, given = Rotation(N, signs=[1, -1] * (N // 2)), torch.ones(())
+    x = normal(4, N, dtype=HALF)
+    wanted = rotate_quantize(x, by, to="int8-row")
+    codes, scales = new_out(wanted)
+    rotate_quantize(x, by, to="int8-row", out=(codes, scales))
+    signs = by.get_buffer("packed_signs")
+    memory = torch.empty(4 * N + 16, dtype=torch.int8)
+    for out, message in (
+        ((codes.t().contiguous().t(), scales), "out.codes is .* with the strides .1, 4."),
+        ((codes, scales[:, 0]), "out.scales is "),
+        ((codes, scales.half()), "out.scales is strided float16"),
+        ((codes, None), "out.scales is a NoneType"),
+        ((codes.view(2, 2, N), scales), "out.codes is "),
+        ((x.view(torch.int8)[:, :N].as_strided((4, N), (N, 1)), scales), "out.codes shares memory with x"),
+        ((memory[: 4 * N].view(4, N), memory[-32:-16].view(torch.float32).view(4, 1)), "out.scales shares memory with"),
+        ((codes, signs[:16].view(torch.float32).view(4, 1)), "out.scales shares memory with packed_signs"),
+        ((codes, scales.clone().requires_grad_()), "out.scales requires a gradient"),
+    ):
+        before = memory_of(signs).clone()
+        device.launched.clear()
+        with pytest.raises((TensorError, TypeError), match=message):
+            rotate_quantize(x, by, to="int8-row", out=out)
+        assert device.launched == []
+        assert torch.equal(memory_of(signs), before)
+    with torch.inference_mode():
+        theirs = new_out(wanted)
+        assert same(rotate_quantize(x, by, to="int8-row", out=theirs), wanted)
+    with pytest.raises(TensorError, match="was made in inference mode"):
+        rotate_quantize(x, by, to="int8-row", out=theirs)
+    memory = torch.ones(4 * N, dtype=torch.float32)
+    theirs = memory.view(torch.float8_e4m3fn)[: 4 * N].view(4, N)
+    rotate_quantize(x, to="fp8-tensor", tensor_scale=given, out=(theirs.clone(), given))
+    with pytest.raises(TensorError, match=r"out\.codes shares memory with tensor_scale"):
+        rotate_quantize(x, to="fp8-tensor", tensor_scale=memory[0], out=(theirs, given))
+
+
+def test_a_known_call_takes_signs_that_were_changed(device: EmulatedDevice) -> None:
+    by, other = (Rotation(N, signs=signs * (N // 2)) for signs in ([1, -1], [-1, -1]))
+    x = normal(4, N, dtype=HALF)
+    out = new_out(rotate_quantize(x, by, to="int8-row"))
+    for _ in range(2):
+        rotate_quantize(x, by, to="int8-row", out=out)
+    by.load_state_dict(other.state_dict())
+    wanted = rotate_quantize(x, other, to="int8-row")
+    assert same(rotate_quantize(x, by, to="int8-row", out=out), wanted)
+    assert same(rotate_quantize(x, by, to="int8-row"), wanted)
+    by.get_buffer("packed_signs")[3] ^= 1
+    for options in ({}, {"out": out}):
+        with pytest.raises(TensorError, match="was changed since it was made"):
+            rotate_quantize(x, by, to="int8-row", **options)

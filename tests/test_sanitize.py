@@ -75,7 +75,6 @@ def test_launches_stay_in_memory_that_ends_where_the_rows_do() -> None:
             assert len(y) == (whole_codes or (rows - 1) * y_pitch + columns)
             outputs = {}
             if "scales" in arrays:
-                assert form
                 units = case.elements // problem.unit
                 of_one = form.scale_bytes(problem.io.input.bytes) * (form.group != TENSOR)
                 whole = array_of(arrays.pop("scales"), np.uint8)

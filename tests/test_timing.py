@@ -1,4 +1,4 @@
-"""Timing without a GPU: the copy kernels, the yardstick they make, the arena, and other libraries beside ours."""
+"""Timing without a GPU: the cells that are timed, the copies they are compared with, and launches that take turns."""
 
 from __future__ import annotations
 
@@ -6,26 +6,145 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from measure_sample import PROBLEM, array_at
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from measure_sample import ALL_PROBLEMS, CELL, H100_L2, MATRIX_PROBLEMS, PLAIN_PROBLEMS, PROBLEM, array_at
 from real_compilers import needs_compiler
 
 from hadagen.arch import load_arch
 from hadagen.cache import KernelCache
 from hadagen.emulator import HostModule, compile_host
 from hadagen.launch import PARAMS, Source
-from hadagen.measure import Cell, all_cells, copy_sources
+from hadagen.measure import Cell, all_cells, copy_sources, peer, timing, yardstick
+from hadagen.measure.cells import EVICTION, Traffic, probe_cells
+from hadagen.measure.service import DeviceService, repeated_launches
+from hadagen.measure.timing import Stopwatch, transform_work
 from hadagen.problem import DType, Problem, Rows
-from hadagen.regimes import Cache, Destination, timed_rows
+from hadagen.regimes import (
+    BUCKETS_BETWEEN,
+    BUCKETS_OF_LONG_ROWS,
+    ELEMENT_BUCKETS,
+    PITCHED_ELEMENT_BUCKETS,
+    Cache,
+    Destination,
+    deciding_cache,
+    element_buckets,
+    main_buckets,
+    may_be_hot,
+    timed_elements,
+    timed_rows,
+)
 from hadagen.toolchain import Toolchain
 from hadagen.trial import Kernel
 
 
+# ---- cells -----------------------------------------------------------------------------------------------------------
+def test_cells_of_an_h100() -> None:
+    cells = all_cells(PROBLEM, H100_L2)
+    assert len(set(cells)) == len(cells) == 64
+    assert {cell.elements for cell in cells} == {*ELEMENT_BUCKETS, *BUCKETS_BETWEEN}
+    cold = {cell.elements for cell in cells if cell.cache is Cache.COLD}
+    assert cold == {12 << 20, *(e for e in ELEMENT_BUCKETS if e >= 1 << 16)}
+    hot = [cell for cell in cells if cell.cache is Cache.HOT]
+    assert max(cell.elements for cell in hot if cell.destination is Destination.IN_PLACE) == 1 << 25
+    assert max(cell.elements for cell in hot if cell.destination is Destination.OUT_OF_PLACE) == 1 << 24
+    wide = all_cells(Problem.of(256, DType.FLOAT32), H100_L2)
+    assert max(cell.elements for cell in wide if cell.cache is Cache.HOT) == 1 << 24
+    pitched = all_cells(PROBLEM.with_io(rows=Rows.PITCHED), H100_L2)
+    assert {cell.elements for cell in pitched} == set(PITCHED_ELEMENT_BUCKETS)
+    for n in (1 << 13, 1 << 15):
+        long = {cell.elements for cell in all_cells(Problem.of(n, DType.FLOAT16), H100_L2)}
+        assert long == {*filter(n.__le__, ELEMENT_BUCKETS), *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS}
+    shorter = {cell.elements for cell in all_cells(Problem.of(1 << 12, DType.FLOAT16), H100_L2)}
+    assert not shorter & set(BUCKETS_OF_LONG_ROWS)
+
+
+@given(st.sampled_from(ALL_PROBLEMS), st.integers(10, 28).map(lambda k: 1 << k) | st.just(H100_L2))
+def test_every_element_count_is_timed_where_it_decides(problem: Problem, l2_bytes: int) -> None:
+    """Main buckets also in the other regime, where kernels are timed in it; what lies between only if both count."""
+    cells = all_cells(problem, l2_bytes)
+    buckets = element_buckets(problem)
+    assert list(buckets) == sorted(set(buckets))
+    assert not any(elements % problem.n for elements in buckets)
+    for elements, destination in product(buckets, Destination):
+        decides = deciding_cache(problem, elements, destination, l2_bytes)
+        caches = {cell.cache for cell in cells if cell[:2] == (elements, destination)}
+        assert decides in caches or elements < 1 << 16
+        if elements not in main_buckets(problem):
+            assert caches == (set(Cache) if may_be_hot(problem, elements, destination, l2_bytes) else {decides})
+
+
+@pytest.mark.parametrize("problem", PLAIN_PROBLEMS, ids=lambda problem: problem.key)
+def test_buckets_of_powers_of_two_are_the_nominal_counts(problem: Problem) -> None:
+    """Databases and bundles have their times there."""
+    nominal = PITCHED_ELEMENT_BUCKETS
+    if problem.io.rows is Rows.CONTIGUOUS:
+        nominal = *ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *(BUCKETS_OF_LONG_ROWS if problem.n >= 1 << 13 else ())
+    assert element_buckets(problem) == tuple(sorted(count for count in nominal if count >= problem.n))
+    assert main_buckets(problem) == tuple(count for count in ELEMENT_BUCKETS if count >= problem.n)
+
+
+@pytest.mark.parametrize("problem", MATRIX_PROBLEMS, ids=lambda problem: problem.key)
+def test_buckets_with_a_matrix_are_whole_rows_near_the_nominal_counts(problem: Problem) -> None:
+    buckets, n = element_buckets(problem), problem.n
+    assert set(main_buckets(problem)) <= set(buckets)
+    assert n in buckets or n < ELEMENT_BUCKETS[0] // 2
+    for nominal in (*ELEMENT_BUCKETS, *BUCKETS_BETWEEN):
+        assert abs(timed_elements(problem, nominal) - nominal) <= n // 2
+    assert all(high <= 3 * low for low, high in pairwise(buckets))  # no call is far from all
+
+
+@pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=lambda problem: problem.key)
+def test_the_rows_that_are_timed(problem: Problem) -> None:
+    columns, x_pitch, y_pitch = timed_rows(problem)
+    assert columns == x_pitch == y_pitch <= problem.n
+    assert columns == problem.n or problem.io.rows is Rows.PITCHED
+    assert columns > problem.n // 2 or problem.n == 2
+    assert problem.io.rows is Rows.CONTIGUOUS or columns == problem.n * 3 // 4 or problem.n < 32
+    for cell in all_cells(problem, H100_L2):  # the copy kernel moves vectors of 16 bytes
+        assert cell.traffic(problem).buffer_bytes % 16 == 0
+
+
+@given(st.sampled_from(ALL_PROBLEMS), st.data(), st.integers(20, 28).map(lambda k: 1 << k))
+def test_launches_of_a_cell(problem: Problem, data: st.DataObject, l2_bytes: int) -> None:
+    cell = data.draw(st.sampled_from(all_cells(problem, H100_L2)))
+    traffic = cell.traffic(problem)
+    assert traffic.buffer_bytes == cell.elements // problem.n * timed_rows(problem).columns * problem.io.input.bytes
+    assert traffic.footprint == traffic.buffer_bytes * (1 if cell.destination is Destination.IN_PLACE else 2)
+    assert 1 <= traffic.launches(l2_bytes) <= 96
+    rotation = traffic.slots(l2_bytes) * traffic.footprint
+    if cell.cache is Cache.HOT:
+        assert rotation == traffic.footprint
+        assert not traffic.needs_flush(l2_bytes)
+    else:  # by the other slots or by a flush, a slot is always evicted before it is touched again
+        assert traffic.slots(l2_bytes) == traffic.launches(l2_bytes)
+        assert traffic.needs_flush(l2_bytes) == (rotation < EVICTION * l2_bytes)
+
+
+def test_probe_cells() -> None:
+    def probes(problem: Problem) -> tuple[Cell, ...]:
+        return probe_cells(problem, all_cells(problem, H100_L2), H100_L2)
+
+    assert probes(PROBLEM) == (
+        Cell(1 << 13, Destination.IN_PLACE, Cache.HOT),
+        Cell(12 << 20, Destination.IN_PLACE, Cache.HOT),
+        Cell(1 << 28, Destination.IN_PLACE, Cache.COLD),
+    )
+    assert probes(Problem.of(256, DType.FLOAT32))[1].elements == 6 << 20
+    assert [cell.elements for cell in probes(PROBLEM.with_io(rows=Rows.PITCHED))] == [1 << 16, 1 << 24, 1 << 27]
+    assert probe_cells(PROBLEM, [CELL], H100_L2) == (CELL,)
+    assert probe_cells(PROBLEM, [], H100_L2) == ()
+
+
+# ---- copies and launches ---------------------------------------------------------------------------------------------
 def test_copy_sources_are_complete() -> None:
     sources = copy_sources()
     assert len({source.entry for source in sources}) == len(sources) >= 3
@@ -75,8 +194,6 @@ def test_copy_sources_copy() -> None:
 
 
 def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hadagen.measure import timing, yardstick
-    from hadagen.measure.cells import Traffic
 
     def named(name: str) -> Any:
         return SimpleNamespace(name=name, spec=SimpleNamespace(params=PARAMS))
@@ -116,8 +233,6 @@ def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.M
 
 def test_replays_alternate_and_of_several_rounds_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that take turns are all made and warmed up first; a flush comes before what is timed, never within."""
-    from hadagen.measure import timing
-    from hadagen.measure.cells import Traffic
 
     done: list[str] = []
     waited: list[tuple[int, float]] = []  # after how much was done, and for what
@@ -175,7 +290,6 @@ def test_replays_alternate_and_of_several_rounds_the_fastest_counts(monkeypatch:
 
 
 def test_cells_are_of_every_problem_or_by_problem() -> None:
-    from hadagen.measure.service import DeviceService
 
     small, large = (Cell(elements, Destination.IN_PLACE, Cache.HOT) for elements in (1 << 13, 1 << 20))
     long = Problem.of(1 << 14, DType.FLOAT16)
@@ -191,7 +305,6 @@ def test_cells_are_of_every_problem_or_by_problem() -> None:
 
 
 def test_cells_hold_whole_rows() -> None:
-    from hadagen.measure.service import DeviceService
 
     small, large = (Cell(elements, Destination.IN_PLACE, Cache.HOT) for elements in (1 << 13, 1 << 20))
     problem = Problem.of(14336, DType.FLOAT16, order=28)
@@ -202,7 +315,6 @@ def test_cells_hold_whole_rows() -> None:
 
 @pytest.mark.parametrize("tile_elements", [1 << k for k in range(8, 19)])
 def test_results_are_compared_over_as_many_tiles_as_are_promised(tile_elements: int) -> None:
-    from hadagen.measure.service import repeated_launches
 
     launches, tiles = repeated_launches(tile_elements), (1 << 24) // tile_elements
     assert launches * tiles >= 100_000
@@ -210,9 +322,6 @@ def test_results_are_compared_over_as_many_tiles_as_are_promised(tile_elements: 
 
 
 def test_the_arena_fits_whatever_is_timed() -> None:
-    import torch
-
-    from hadagen.measure.timing import Stopwatch, transform_work
 
     l2_bytes = 1 << 16
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu")), l2_bytes)  # type: ignore[arg-type]
@@ -228,9 +337,6 @@ def test_the_arena_fits_whatever_is_timed() -> None:
 
 
 def test_a_result_that_differs_once_is_seen() -> None:
-    import torch
-
-    from hadagen.measure.timing import Stopwatch, transform_work
 
     stream = SimpleNamespace(device=torch.device("cpu"), cuda_stream=0, synchronize=lambda: None)
     stopwatch = Stopwatch(stream, 1 << 16)  # type: ignore[arg-type]
@@ -255,7 +361,6 @@ def test_a_result_that_differs_once_is_seen() -> None:
 
 
 def test_peers_are_called_by_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hadagen.measure import peer
 
     for name in ("fast_hadamard_transform", "faster_hadamard_transform"):
         module: Any = ModuleType(name)
@@ -274,7 +379,6 @@ def test_peers_are_called_by_their_own_arguments(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_peer_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hadagen.measure import peer
 
     def broken(name: str) -> None:
         raise ImportError(f"{name}.so: undefined symbol")
@@ -291,9 +395,6 @@ def test_a_graph_launches_in_every_slot_by_turns(
     destination: Destination, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Code is loaded by a launch before the capture. Where data is hot there is one slot."""
-    import torch
-
-    from hadagen.measure import timing
 
     events: list[Any] = []
     launch = SimpleNamespace(launch=lambda stream, x, y, *told: events.append((x - base, y - base, told)))

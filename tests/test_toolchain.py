@@ -236,13 +236,17 @@ VERSION = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
 
 
 @pytest.mark.usefixtures("no_tools")
-def test_no_compiler_is_one_sentence_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NoCompilerError, match=r"nvcc is not on PATH.*pip install 'hadagen\[nvcc\]'"):
-        Toolchain.find("nvcc")
-    with pytest.raises(ToolchainError, match=r"NVRTC cannot be loaded from .*none\.so"):
-        Toolchain.find()
-    with pytest.raises(UsageError, match="there is no compiler 'gcc'; choose one of nvrtc, nvcc"):
-        Toolchain.find("gcc")
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [
+        (["nvcc"], NoCompilerError, r"nvcc is not on PATH.*pip install 'hadagen\[nvcc\]'"),
+        ([], ToolchainError, r"NVRTC cannot be loaded from .*none\.so"),
+        (["gcc"], UsageError, "there is no compiler 'gcc'; choose one of nvrtc, nvcc"),
+    ],
+)
+def test_no_compiler_is_one_sentence_with_the_fix(kind: list[str], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        Toolchain.find(*kind)
 
 
 @pytest.mark.usefixtures("no_tools")

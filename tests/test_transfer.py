@@ -157,7 +157,6 @@ def test_an_arch_without_a_feature_has_other_winners(lacking: str, source: Bundl
     assert {digest_of(trial) for trial in less.values()} != {digest_of(trial) for trial in whole.values()}
     for trial, plan in plans(less, bare):
         assert lacking not in plan.features
-        assert trial.kernel
         assert trial.kernel.launch == plan.launch
 
 
@@ -239,7 +238,6 @@ def test_an_estimate_for_the_arch_comes_before_what_was_measured_on_an_older_one
 
     def choose(arch: str, gpu: str = "") -> tuple[Match, str]:
         match, found = choose_from_bundles(problem, Destination.IN_PLACE, 1 << 20, Device(arch, gpu))
-        assert found
         return match, found[0].arch
 
     monkeypatch.setattr(bundles, "shipped", shipped)
@@ -274,7 +272,7 @@ def test_estimated_is_said_wherever_such_winners_are_shown(monkeypatch: pytest.M
     assert {"match     estimated", "time      not measured", "error     not measured"} <= set(best)
     assert best[-1].startswith("estimated compiled where it is called, 20")
     none = succeed("best", "--arch", "sm80", "--n", "65536", "--rows", "8")
-    assert "no kernel, PyTorch computes it; no plan for rows of 65536 fits on sm80; take shorter ones" in none
+    assert "no kernel, PyTorch computes it; no plan for rows of 65536 fits on sm80; take shorter rows" in none
     assert "  sm80  estimated  " in succeed("bundle", "list")
     title, _, *lines = succeed("bundle", "show", path).splitlines()
     assert title.endswith(": sm80, estimated")

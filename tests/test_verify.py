@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from emulated_device import read_operands
 from hypothesis import given
 from hypothesis import strategies as st
-from measure_sample import ALL_PROBLEMS, PROBLEM, SPEC, array_at
+from measure_sample import ALL_PROBLEMS, PROBLEM, SPEC, array_at, memory_at
 
 from hadagen.bits import decode, encode
 from hadagen.launch import LaunchSpec, RowShape
+from hadagen.measure.verify import Verifier, _cases, arrangements, operand_sets, row_counts
 from hadagen.operands import params_for
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, hadamard, transform
@@ -33,10 +35,6 @@ def rows_at(address: int, count: int, columns: int, pitch: int, dtype: DType) ->
     """A view of rows that lie `pitch` elements apart."""
     flat = array_at(address, (count - 1) * pitch + columns, dtype)
     return np.lib.stride_tricks.as_strided(flat, (count, columns), (pitch * dtype.bytes, dtype.bytes))
-
-
-def bytes_at(address: int, count: int, kind: Any) -> np.ndarray:
-    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), (count,))
 
 
 @dataclass
@@ -111,9 +109,9 @@ class StandIn:
         problem, fault, read = self.problem, self.fault, read_operands(self.problem, operands)
         if problem.order > 1:
             if fault == "writes to the matrix":
-                bytes_at(operands["matrix"], 1, ctypes.c_uint8)[0] = 99
+                memory_at(operands["matrix"], 1, ctypes.c_uint8)[0] = 99
             elif fault == "writes before the matrix":
-                bytes_at(operands["matrix"] - 1, 1, ctypes.c_uint8)[0] = 99
+                memory_at(operands["matrix"] - 1, 1, ctypes.c_uint8)[0] = 99
             elif fault == "transposes":
                 read["matrix"] = read["matrix"].T
             elif fault == "takes zeros for minus one":
@@ -130,9 +128,6 @@ class StandIn:
 
 
 def verify(stand_in: StandIn) -> Any:
-    import torch
-
-    from hadagen.measure.verify import Verifier
 
     return Verifier(torch.device("cpu"), stream=0).check(stand_in, stand_in.problem)
 
@@ -154,7 +149,6 @@ def test_a_correct_kernel_passes(n: int, dtype: DType, rows: Rows) -> None:
 
 @given(st.sampled_from([problem for problem in ALL_PROBLEMS if problem.io.rows is Rows.PITCHED]))
 def test_pitched_rows_are_verified_in_every_arrangement(problem: Problem) -> None:
-    from hadagen.measure.verify import arrangements
 
     n, vector = problem.n, 16 // problem.io.input.bytes
     arranged = arrangements(problem)
@@ -237,7 +231,6 @@ def test_a_correct_kernel_with_a_matrix_or_signs_passes(problem: Problem) -> Non
 
 @pytest.mark.parametrize("problem", [Problem.of(1792, DType.BFLOAT16, order=28), WITH_OPERANDS[0]])
 def test_neighboring_tiles_differ_with_a_matrix_too(problem: Problem) -> None:
-    from hadagen.measure.verify import _cases, operand_sets
 
     sets = operand_sets(problem)
     cases = _cases(problem, sets)
@@ -266,9 +259,6 @@ def test_a_kernel_that_is_wrong_about_its_operands_is_found(fault: str, says: st
 
 
 def test_verification_goes_on_after_a_wrong_kernel() -> None:
-    import torch
-
-    from hadagen.measure.verify import Verifier
 
     verifier = Verifier(torch.device("cpu"), stream=0)
     outcomes = [verifier.check(StandIn(PROBLEM, fault), PROBLEM).outcome for fault in ("", "scales wrongly", "")]
@@ -276,9 +266,6 @@ def test_verification_goes_on_after_a_wrong_kernel() -> None:
 
 
 def test_what_a_wrong_kernel_has_overwritten_is_not_compared_with() -> None:
-    import torch
-
-    from hadagen.measure.verify import Verifier
 
     verifier = Verifier(torch.device("cpu"), stream=0)
     assert verifier.check(StandIn(PROBLEM), PROBLEM).outcome is Outcome.OK
@@ -302,7 +289,6 @@ def test_what_a_wrong_kernel_has_overwritten_is_not_compared_with() -> None:
     persistent=st.booleans(),
 )
 def test_row_counts(n: int, tile_rows: int, cluster: int, resident: int, persistent: bool) -> None:
-    from hadagen.measure.verify import row_counts
 
     spec = LaunchSpec(128, cluster, 0, n * tile_rows, persistent)
     counts = row_counts(spec, n, resident * cluster)
@@ -315,7 +301,6 @@ def test_row_counts(n: int, tile_rows: int, cluster: int, resident: int, persist
 
 
 def test_an_error_just_above_the_bound_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
 
     just_above = torch.tensor(PROBLEM.error_bound * (1 + 1e-6), dtype=torch.float64)
     monkeypatch.setattr("hadagen.measure.verify.error_of", lambda *_: just_above)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from emulated_device import read_operands
-from measure_sample import array_at
+from measure_sample import array_at, memory_at
 
 from hadagen import quantizer
 from hadagen.arch import load_arch
@@ -52,7 +50,7 @@ def memory(address: int, count: int) -> torch.Tensor:
     """Bytes there. Where there are none, the address may be any."""
     if not count:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.from_numpy(np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (count,)))
+    return torch.from_numpy(memory_at(address, count))
 
 
 @dataclass
@@ -83,7 +81,7 @@ class StandIn:
         of_call = None
         if form.needs_scale:
             heads = elements // problem.unit // operands["units_in_head"] if form.by_head else 1
-            of_call = torch.from_numpy(array_float(operands["tensor_scale"], heads))
+            of_call = torch.from_numpy(memory_at(operands["tensor_scale"], heads, ctypes.c_float).copy())
             if self.fault == "the scale of another head":
                 of_call = of_call.roll(1)
         if self.fault == "largest of half a group" and form.group > 0:
@@ -118,10 +116,6 @@ class StandIn:
             memory(y + len(raw), 1)[0] = 0
         elif self.fault == "changes its input":
             given[0] ^= 1
-
-
-def array_float(address: int, count: int) -> Any:
-    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (count,)).copy()
 
 
 def outcome(problem: Problem, fault: str = "") -> tuple[Outcome, str]:

@@ -40,8 +40,8 @@ _LEAST, _MOST = 4, 1024
 def hadamard_transform(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, in a new tensor of x's shape and type; differentiable in x.
 
-    x: [..., m] with any m ≥ 1. If m is no power of two, n is the next one: x is zero-padded, and the first m results
-        are returned.
+    x: [..., m] with any m ≥ 1. n is m or the next power of two: x is zero-padded to n, and the first m results are
+        returned.
     scale: a number, a value that `float` converts, or a tensor of one element, which gets no gradient.
 
     Raises what `hadagen.hadamard_transform` raises.
@@ -77,7 +77,7 @@ def hadamard_transform_12N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *
     x: [..., m] with m ≤ 12 · 1024. Each row is zero-padded to 12 · 4, 12 · 8, …, and the first m results are returned.
         So rows of 12 and 12 · 2 lose a part of their transform, as in the original.
     scale: as for `hadamard_transform`.
-    exact: take rows of 12 times a power of two only, as long as they like, and do not pad.
+    exact: take rows of 12 times a power of two, of any length, and do not pad.
 
     Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
     """
@@ -90,7 +90,7 @@ def hadamard_transform_20N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *
     x: [..., m] with m ≤ 20 · 1024. Each row is zero-padded to 20 · 4, 20 · 8, …, and the first m results are returned.
         So rows of 20 and 20 · 2 lose a part of their transform, as in the original.
     scale: as for `hadamard_transform`.
-    exact: take rows of 20 times a power of two only, as long as they like, and do not pad.
+    exact: take rows of 20 times a power of two, of any length, and do not pad.
 
     Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
     """
@@ -103,7 +103,7 @@ def hadamard_transform_28N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *
     x: [..., m] with m ≤ 28 · 1024. Each row is zero-padded to 28 · 4, 28 · 8, …, and the first m results are returned.
         So rows of 28 and 28 · 2 lose a part of their transform, as in the original.
     scale: as for `hadamard_transform`.
-    exact: take rows of 28 times a power of two only, as long as they like, and do not pad.
+    exact: take rows of 28 times a power of two, of any length, and do not pad.
 
     Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
     """
@@ -116,7 +116,7 @@ def hadamard_transform_40N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *
     x: [..., m] with m ≤ 40 · 1024. Each row is zero-padded to 40 · 4, 40 · 8, …, and the first m results are returned.
         So rows of 40 and 40 · 2 lose a part of their transform, as in the original.
     scale: as for `hadamard_transform`.
-    exact: take rows of 40 times a power of two only, as long as they like, and do not pad.
+    exact: take rows of 40 times a power of two, of any length, and do not pad.
 
     Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
     """

@@ -20,6 +20,7 @@ from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import kernel_order
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
+from hadagen.runtime.calls import has_only_memory
 from hadagen.runtime.checks import (
     check_alike,
     check_is_flag,
@@ -29,7 +30,6 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.given import as_count
-from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import matrix_of, named_matrix
 from hadagen.runtime.operands import combined, pack_matrices
 from hadagen.runtime.rotate import rotate
@@ -198,7 +198,9 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
     check_is_tensor(matrix, name)
     dense = not matrix.is_nested and matrix.layout is torch.strided and (other.is_meta or not matrix.is_meta)
     if not dense or matrix.is_complex() or matrix.dtype == torch.bool or matrix.is_quantized:
-        raise TensorError(f"{name} is a {kind_of(matrix)} tensor on {matrix.device}; pass a dense one of real numbers")
+        raise TensorError(
+            f"{name} is a {kind_of(matrix)} tensor on {matrix.device}; pass a dense tensor of real numbers"
+        )
     check_alike(other, matrix, name)
     if matrix.shape != (order, order):
         raise TensorError(f"{name} has the shape {tuple(matrix.shape)}; it must be ({order}, {order})")

@@ -20,6 +20,7 @@ from hadagen.compat.fast_hadamard_transform import (
     hadamard_transform_40N,
 )
 from hadagen.errors import TensorError
+from hadagen.runtime.calls import has_only_memory
 from hadagen.runtime.checks import (
     check_alike,
     check_is_tensor,
@@ -31,7 +32,7 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.compute import check_apart
-from hadagen.runtime.linear import check_autograd_follows, has_only_memory
+from hadagen.runtime.linear import check_autograd_follows
 
 __all__ = [
     "hadamard_transform",
@@ -88,7 +89,7 @@ def _check_signs(signs: Any, name: str, x: torch.Tensor) -> None:
     strange = signs.is_nested or signs.layout is not torch.strided or signs.is_quantized
     if strange or signs.is_complex() or signs.dtype == torch.bool:
         raise TensorError(
-            f"{name} is a {kind_of(signs)} tensor; pass a dense one of integers or real numbers, each 1 or -1"
+            f"{name} is a {kind_of(signs)} tensor; pass a dense tensor of integers or real numbers, each 1 or -1"
         )
     check_alike(x, signs, name)
     if signs.shape != x.shape[-1:]:

@@ -1,6 +1,6 @@
-"""`autotune`: measures one problem within a program, so that its calls run what is the fastest on this GPU.
+"""`autotune`: measures one problem within a program, so that its calls run the fastest kernel for this GPU.
 
-What measures is imported only here, and only when it is used: a call needs neither the generator nor a compiler.
+The modules that measure are imported only here, when they are used: a call needs neither the generator nor a compiler.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _measured_device(device: Any) -> tuple[int, Device]:
         )
     index = cuda_index(device)
     if index is None:
-        raise UsageError(f"device {shown(device)} is not a CUDA device of this machine; name one of those it has")
+        raise UsageError(f"device {shown(device)} is not a CUDA device of this machine; name a device of this machine")
     target = cuda_device(index)
     if target is None:
         raise DeviceError("PyTorch is built for GPUs of another maker; call autotune where it sees an NVIDIA GPU")

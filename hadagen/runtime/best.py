@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 class BestConfig:
     """The kernel that a call runs for a problem on a device, and what is known about it.
 
-    `rows`: of `problem.n` elements each.
-    `kernel`: its digest.
-    `relative_error`: the largest ‖out − ref‖ / ‖ref‖ against float64 that was measured; None if the kernel never ran.
-    `us`, `copy_us`: microseconds of one launch, and of a plain copy of the same bytes; None unless measured on a GPU
-        of this class, at an element count (rows · n) within a factor of two.
-    `provenance`: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc", "date" (UTC), "elements" where the
-        kernel was chosen, and its "us" and "copy_us" there, on that GPU; None if these are only estimated.
+    `rows`: of `problem.n` elements each. `kernel`: its digest. `relative_error`: the largest ‖out − ref‖ / ‖ref‖
+    against float64 that was measured; None if the kernel never ran. `us`, `copy_us`: microseconds of one launch, and of
+    a plain copy of the same bytes; None unless measured on a GPU of this class, at an element count (rows · n) within a
+    factor of two. `provenance`: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc", "date" (UTC),
+    "elements" (the element count of the winner), and "us" and "copy_us" at this count on this GPU, or None for
+    estimates.
 
     All of these are None if `match` is GENERIC.
     """
@@ -130,7 +129,7 @@ def best_config(
     round_first: bool = False,
 ) -> BestConfig:
     """The kernel that a call of `hadamard_transform`, a `Rotation` or `rotate_quantize` runs; nothing is run. With
-    `arch` it needs no GPU. Arguments are those of `warmup`, each with one value.
+    `arch` it needs no GPU. Arguments are as for `warmup`, with one value each.
 
     If a kernel does not fit on the device, a call runs the next nearest instead. This function does not check that.
 

@@ -36,6 +36,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 _in_functorch: Any = torch._C._are_functorch_transforms_active
+_unpack_dual: Any = torch._C._VariableFunctions._unpack_dual
 _next_number = itertools.count().__next__
 
 
@@ -186,6 +187,35 @@ def is_plain(x: Any) -> bool:
         and not x.is_neg()
         and not _dispatch_modes()
     )
+
+
+def has_only_memory(x: torch.Tensor) -> bool:
+    """Whether x is a plain tensor with memory, and no mode, transform or trace watches the dispatcher."""
+    if not is_plain(x) or _in_functorch() or torch._C._is_tracing():
+        return False
+    try:
+        return x.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def needs_derivative(x: torch.Tensor) -> bool:
+    """Whether autograd or a transform may ask for the derivative of what follows from x."""
+    if x.requires_grad and _is_grad_enabled():
+        return True
+    # Dynamo cannot look for tangents. It knows the transforms that are a part of what it compiles.
+    return _in_functorch() if _is_dynamo_compiling() else has_tangent(x)
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether x has a tangent, as `forward_ad.unpack_dual` says. This works in compiled code too, where Python's count
+    of levels does not change."""
+    if not torch._C._is_fwd_grad_enabled():
+        return False
+    if type(x) is torch.Tensor and not _dispatch_modes():
+        return _unpack_dual(x, level=0)[1] is not None
+    with torch._C._DisableTorchDispatch():  # otherwise a trace would record this, and a subclass would see it
+        return _unpack_dual(x, level=0)[1] is not None
 
 
 def known(x: torch.Tensor, what: Any, inplace: bool = False) -> Run | None:

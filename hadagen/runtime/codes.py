@@ -17,9 +17,9 @@ from hadagen.formats import ROW, TENSOR, Format, Layout
 from hadagen.operands import sizes_for
 from hadagen.problem import LEAST_GROUP, Problem
 from hadagen.runtime import calls
-from hadagen.runtime.calls import ALIGNMENT, Part, Run, problem_of, span
+from hadagen.runtime.calls import ALIGNMENT, Part, Run, needs_derivative, problem_of, span
 from hadagen.runtime.checks import check_alike, check_is_tensor, check_writable, is_functional, kind_of, shape_of
-from hadagen.runtime.linear import needs_derivative, register
+from hadagen.runtime.linear import register
 from hadagen.runtime.operands import Operands, check
 from hadagen.runtime.rotate import check_whole, rotated
 
@@ -113,20 +113,21 @@ def make(
         codes, scales = shaped(x, as_made, *_in_pytorch(rows, of, as_made, round_first, given))
     else:
         others = [] if given is None else [given.data_ptr()]
-        if as_made is form:
-            places = [each.data_ptr() for each in out or ()]
-            if what is not None:
-                calls.remember(x, what, False, run)
-            if out is not None and not any(place % ALIGNMENT for place in places):
-                run.into(out, rows.data_ptr(), *places, *others)
-                return out[0], out[-1]
-        made = run.new(rows.data_ptr(), *others)
-        codes, scales = (made, made) if form.group == TENSOR else made
+        places = [each.data_ptr() for each in out or ()]
+        if what is not None and as_made is form:
+            calls.remember(x, what, False, run)
+        if out is not None and as_made is form and not any(place % ALIGNMENT for place in places):
+            run.into(out, rows.data_ptr(), *places, *others)
+            codes, scales = out[0], out[-1]
+        else:
+            made = run.new(rows.data_ptr(), *others)
+            codes, scales = (made, made) if form.group == TENSOR else made
     if as_made is not form:
         scales = quantizer.laid_out(scales.reshape(-1, scales.shape[-1]), form.layout, (*x.shape[:-2],))
         codes = codes.contiguous()
     for each, values in zip(out or (), (codes, scales), strict=False):  # out has no scales, where the call has one
-        each.copy_(values)
+        if each is not values:
+            each.copy_(values)
     return codes, scales
 
 
@@ -147,7 +148,6 @@ def _run(
     run = calls.known(rows, what)
     if run is not None:
         return run
-    check_whole(of)
     problem, columns = problem_for(x, of, form, round_first), x.shape[-1]
     if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
         return None
@@ -268,6 +268,7 @@ def _new(x: torch.Tensor, *options: Any) -> Results:
 def _check(x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None) -> None:
     """Raises `TensorError` for arguments of different devices, of which kernels would read any memory."""
     check(x, of)
+    check_whole(of)
     if given is not None and given.device != x.device:
         raise TensorError(f"tensor_scale is on {given.device} but x on {x.device}; move one of them with .to")
 

@@ -1,4 +1,4 @@
-"""Checks of what a `Rotation` is made from: counts, orders, matrices and signs."""
+"""Checks of the arguments of a `Rotation`: counts, orders, matrices and signs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pack_given(given: list[torch.Tensor]) -> torch.Tensor:
 
 
 def size_of_given(given: list[torch.Tensor]) -> int:
-    """The number of those bytes."""
+    """The number of bytes that `pack_given` returns."""
     return sum(each.numel() for each in given) * _least_type(given).itemsize + len(given)
 
 
@@ -70,10 +70,10 @@ def _least_type(matrices: list[torch.Tensor]) -> torch.dtype:
 
 
 def as_matrices(matrix: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The matrices as operands, and copies of them, of types that hold them and tell how exact they are. On the CPU.
+    """The matrices as operands, and copies in types that hold them and tell their precision. All on the CPU.
 
-    Operands have one type. One that is not of −1, 0 and 1 alone is divided by a power of two, which is exact, so that
-    neither the norm of a row nor the scale of the whole is far from 1.
+    All operands have one type. A matrix with other entries than −1, 0 and 1 is divided by a power of two, which is
+    exact, so that neither the norm of its rows nor the scale of the rotation is far from 1.
 
     matrix: a tensor [K, K] of real numbers, or several. Raises TypeError and `UsageError` for anything else.
     """
@@ -99,7 +99,7 @@ def listed(matrix: Any) -> Sequence[torch.Tensor]:
 
 
 def as_unknown(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Matrices without values: those that `as_matrices` copies, as far as types and shapes say. Raises `UsageError`."""
+    """Copies as by `as_matrices` of matrices without values: only types and shapes. Raises `UsageError`."""
     for each in given:
         _check_kind(each)
     types = [each.dtype if each.dtype in _TYPES else torch.float64 for each in given]
@@ -137,7 +137,8 @@ def _check_kind(matrix: torch.Tensor) -> None:
 
 
 def why_not_orthogonal(matrix: torch.Tensor, given: torch.Tensor) -> str | None:
-    """The sentence; None for a matrix whose rows are orthogonal and of the same norm, up to roundings of its type.
+    """The sentence that says why a matrix has no inverse; None if its rows are orthogonal and of the same norm, up to
+    roundings of its type.
 
     given: the matrix of the type in which it was given.
     """
@@ -176,7 +177,9 @@ def as_signs(values: Any, name: str, length: int) -> torch.Tensor | None:
         check_is_tensor(values, name)
         if values.is_nested or values.is_quantized:
             what = kind_of(values)
-            raise UsageError(f"{name} is a {what} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+            raise UsageError(
+                f"{name} is a {what} tensor; pass a dense tensor of integers or real numbers, each 1 or -1"
+            )
     try:
         signs = values if is_unknown(values) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -185,7 +188,7 @@ def as_signs(values: Any, name: str, length: int) -> torch.Tensor | None:
         raise UsageError(f"{name} has the shape {tuple(signs.shape)}; it must have the {length} elements of a block")
     if signs.is_complex() or signs.dtype == torch.bool or signs.layout is not torch.strided:
         plain = str(signs.dtype).removeprefix("torch.")
-        raise UsageError(f"{name} is a {plain} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+        raise UsageError(f"{name} is a {plain} tensor; pass a dense tensor of integers or real numbers, each 1 or -1")
     if is_unknown(signs):
         return None
     signs = signs.detach().double()

@@ -85,27 +85,6 @@ def find(kind: Kind, elements: int) -> LoadedKernel | None:
             return tables.found[key]
 
 
-def find_for_scale(kind: Kind, elements: int, scale: float) -> LoadedKernel | None:
-    """`find`, or the accurate kernel if the scale is out of the range of the fast one."""
-    kernel = find(kind, elements)
-    if kernel is None:
-        return None
-    least, greatest = kernel.spec.scale_form.range
-    if least <= abs(scale) <= greatest:
-        return kernel
-    if kind.problem.io.numerics is Numerics.ACCURATE:
-        return None
-    accurate = kind.problem.with_io(numerics=Numerics.ACCURATE)
-    return find_for_scale(kind._replace(problem=accurate), elements, scale)
-
-
-def choose(
-    kind: Kind, elements: int, target: Device, without: Collection[str] = ()
-) -> tuple[BundleEntry, Bundle | None] | None:
-    wanted = kind.problem, kind.destination, elements, target, without
-    return choose_from_bundles(*wanted, batch_invariant=kind.batch_invariant)[1]
-
-
 def prepared(
     kind: Kind,
     elements: int,
@@ -114,9 +93,25 @@ def prepared(
     operands: Mapping[str, int] | None = None,
     changing: Sequence[str] = (),
 ) -> Launch | None:
-    """The launch of the kernel that `find_for_scale` finds, as `LoadedKernel.prepared` makes it; None without one."""
-    kernel = find_for_scale(kind, elements, scale)
-    return None if kernel is None else kernel.prepared(elements, scale, rows, operands, changing)
+    """The launch of the kernel that `find` finds, or of the accurate kernel if the scale is out of the range of the
+    fast one; None without one. The arguments are those of `LoadedKernel.prepared`."""
+    kernel = find(kind, elements)
+    if kernel is None:
+        return None
+    least, greatest = kernel.spec.scale_form.range
+    if least <= abs(scale) <= greatest:
+        return kernel.prepared(elements, scale, rows, operands, changing)
+    if kind.problem.io.numerics is Numerics.ACCURATE:
+        return None
+    accurate = kind._replace(problem=kind.problem.with_io(numerics=Numerics.ACCURATE))
+    return prepared(accurate, elements, scale, rows, operands, changing)
+
+
+def choose(
+    kind: Kind, elements: int, target: Device, without: Collection[str] = ()
+) -> tuple[BundleEntry, Bundle | None] | None:
+    wanted = kind.problem, kind.destination, elements, target, without
+    return choose_from_bundles(*wanted, batch_invariant=kind.batch_invariant)[1]
 
 
 def timed_of(kind: Kind) -> list[int]:

@@ -22,13 +22,12 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_leaves
 
 from hadagen.errors import TensorError
-from hadagen.runtime.calls import Run, is_plain
+from hadagen.runtime.calls import Run, has_only_memory, has_tangent, needs_derivative
 from hadagen.runtime.checks import check_like, check_tensor, is_functional, stands_for_a_tensor
 
 LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 
 _ASKED = {"x": "inplace=True", "out": "out="}
-_unpack_dual: Any = torch._C._VariableFunctions._unpack_dual  # looked up once, because that takes longer than the call
 
 
 def register(name: str, schema: str, real: Any, fake: Any, autograd: Any, *tags: torch.Tag) -> Any:
@@ -185,7 +184,7 @@ class LinearOperator:
         out = arguments[self._out_at]
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             raise TensorError("x or out requires grad, and out= has no derivative; leave it out or use no_grad")
-        if _has_tangent(x) or _has_tangent(out):
+        if has_tangent(x) or has_tangent(out):
             raise TensorError("x or out has a tangent, and out= has no derivative; leave it out")
         with torch._C._AutoDispatchBelowAutograd():
             self.into(x, *arguments)
@@ -251,35 +250,6 @@ def _next_level() -> Iterator[None]:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
         yield
-
-
-def has_only_memory(x: torch.Tensor) -> bool:
-    """Whether x is a plain tensor with memory, and no mode, transform or trace watches the dispatcher."""
-    if not is_plain(x) or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
-        return False
-    try:
-        return x.data_ptr() != 0
-    except RuntimeError:
-        return False
-
-
-def needs_derivative(x: torch.Tensor) -> bool:
-    """Whether autograd or a transform may ask for the derivative of what follows from x."""
-    if x.requires_grad and torch.is_grad_enabled():
-        return True
-    # Dynamo cannot look for tangents. It knows the transforms that are a part of what it compiles.
-    return torch._C._are_functorch_transforms_active() if torch.compiler.is_dynamo_compiling() else _has_tangent(x)
-
-
-def _has_tangent(x: torch.Tensor) -> bool:
-    """Whether x has a tangent, as `forward_ad.unpack_dual` says. This works in compiled code too, where Python's count
-    of levels does not change."""
-    if not torch._C._is_fwd_grad_enabled():
-        return False
-    if type(x) is torch.Tensor and not torch._C._len_torch_dispatch_stack():
-        return _unpack_dual(x, level=0)[1] is not None
-    with torch._C._DisableTorchDispatch():  # otherwise a trace would record this, and a subclass would see it
-        return _unpack_dual(x, level=0)[1] is not None
 
 
 def _apply_at_one_level(function: Any, *arguments: Any) -> Any:

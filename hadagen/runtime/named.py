@@ -1,8 +1,8 @@
-"""Operands of rotations, made once for each device: those of named matrices, and those that depend on sealed buffers.
+"""Operands of rotations, made once for each device: of named matrices, and from sealed buffers.
 
 Both are operators of `torch.ops.hadagen` too, so that torch.compile does not look inside. They lie outside of modules,
-where nobody casts, moves, leaves out or stores them. What depends on a name alone is never freed, because CUDA graphs
-keep addresses; there are few names and lengths.
+where nobody casts, moves, leaves out or stores them. Operands that depend only on a name are never freed, because CUDA
+graphs keep addresses. There are few names and lengths.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _fake_named(name: str, orders: Sequence[int], n: int, device: str) -> torch.
 
 
 def _empty(entries: torch.dtype, orders: Sequence[int], n: int, device: torch.device) -> torch.Tensor:
-    """What matrices of such entries are as an operand, without values."""
+    """The operand of matrices with such entries, without values."""
     order = prod(orders)
     if entries == torch.int8 and 1 < order <= MAX_ORDER:
         return torch.empty(packed_size(kernel_order(order, n // order)), dtype=torch.uint8, device=device)
@@ -88,7 +88,7 @@ named_matrix: Any = torch.ops.hadagen.named_matrix.default
 
 # ---- what depends on sealed buffers ----------------------------------------------------------------------------------
 def scale_of(squares: Sequence[float], orders: Sequence[int], n: int) -> str:
-    """What makes the product with H orthonormal. squares: `mean_square_of_rows` of each matrix.
+    """The scale that makes the product with H orthonormal. squares: `mean_square_of_rows` of each matrix.
 
     As text: torch.compile takes a float for a variable, and compiles twice.
     """
@@ -96,7 +96,7 @@ def scale_of(squares: Sequence[float], orders: Sequence[int], n: int) -> str:
 
 
 def folds(matrices: Sequence[torch.Tensor], n: int) -> bool:
-    """Whether signs become a part of what `combined` gave. If there is no H, they then cost nothing."""
+    """Whether signs become a part of the matrix that `combined` gave. If there is no H, signs then cost nothing."""
     return len(matrices) == 1 and matrices[0].dtype == torch.int8 and len(matrices[0]) == n
 
 
@@ -115,8 +115,8 @@ def stored_on(
 ) -> torch.Tensor:
     """The matrices as `rotate` takes them for rows of n, on the device of the sealed buffers from which they follow.
 
-    matrices: given ones, as `pack_given` stores them; None for those of the name. signs, signs_after: those that are a
-    part of the matrix. scale: what `scale_of` gives, for which the call was made.
+    matrices: given matrices, as `pack_given` stores them; None for the matrices of the name. signs, signs_after: signs
+        that become a part of the matrix. scale: the result of `scale_of` for which the call was made.
 
     Raises `TensorError` if a buffer is not whole, and for matrices of −1, 0 and 1 of another scale.
     """

@@ -1,4 +1,4 @@
-"""`rotate_quantize`: a rotation, and the quantizer behind it."""
+"""`rotate_quantize`: a rotation followed by a quantizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hadagen.formats import TENSOR, Format
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import calls, kernels
 from hadagen.runtime.arguments import as_int
-from hadagen.runtime.calls import Run, number_of, problem_of
+from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, problem_of
 from hadagen.runtime.checks import (
     REAL,
     check_alike,
@@ -40,7 +40,6 @@ from hadagen.runtime.codes import (
     problem_for,
     written_of,
 )
-from hadagen.runtime.linear import has_only_memory, needs_derivative
 from hadagen.runtime.operands import Operands, check
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotate import ROTATE
@@ -97,8 +96,8 @@ def rotate_quantize(
     scale of a group with a NaN or an infinity is 0xff, which stands for NaN.
 
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
-    together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires a gradient
-    where none is asked for, or for an out that is not like the result.
+    together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as an x that requires a
+    gradient without gradient=True, and for an out that is not like the result.
     """
     target = None if out is None else _destination(out)
     if batch_invariant is None:
@@ -219,17 +218,19 @@ def _made(
     if is_plain:
         if what is not None and not _PLAIN.issuperset(map(type, what[4:])):
             what = None  # what is no plain value may change
-        return make(x, of, form, round_first, given, written, what)
-    values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
-    options = *values[:6], of.scale, of.numerics, of.batch_invariant
-    options += form.name, form.group, form.rule, form.layout.value, round_first, given
-    if written is None:
-        made: tuple[Any, Any] = NEW(x, *options)
-        return made
-    if not torch.compiler.is_dynamo_compiling():
-        x = x.resolve_neg()  # which PyTorch does only for operators with a result
-    INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
-    return written[0], written[-1]
+        results = make(x, of, form, round_first, given, written, what)
+    else:
+        values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
+        options = *values[:6], of.scale, of.numerics, of.batch_invariant
+        options += form.name, form.group, form.rule, form.layout.value, round_first, given
+        if written is None:
+            results = NEW(x, *options)
+        else:
+            if not torch.compiler.is_dynamo_compiling():
+                x = x.resolve_neg()  # which PyTorch does only for operators with a result
+            INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
+            results = written[0], written[-1]
+    return results
 
 
 def _destination(out: Any) -> tuple[Any, Any]:
@@ -366,8 +367,8 @@ def problems_of(
     numerics: str,
     batch_invariant: bool,
 ) -> tuple[Problem | None, ...]:
-    """Of the kernel that quantizes tensors like x, and of those that rotate where there is none. None if no kernel can.
-    Raises what a call with these arguments raises."""
+    """The problems of the kernel that quantizes tensors like x, and of the kernels that rotate if there is no such
+    kernel. None if no kernel can. Raises what a call with these arguments raises."""
     of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
     form = form.by_kernels
     length = of.n // math.prod(of.orders)

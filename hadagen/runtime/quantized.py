@@ -1,4 +1,4 @@
-"""`Quantized`: codes and scales, which format they have, and what they stand for."""
+"""`Quantized`: codes and scales with their format."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Quantized:
 
         for name, part in self._check_kinds():
             if part.is_meta and place.type != "meta":
-                raise TensorError(f"{name} has no values, so none can be moved to {place}; load or compute them first")
+                raise TensorError(f"{name} has no values to move to {place}; load or compute them first")
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(place, non_blocking=bool(non_blocking), copy=bool(copy))
@@ -180,7 +180,8 @@ class Quantized:
             raise UsageError(f"{form.name} has no tensor_scale; leave it out")
 
     def _check(self) -> None:
-        """Raises TypeError, `UsageError` and `TensorError` for what the format does not have. Reads no memory."""
+        """Raises TypeError, `UsageError` and `TensorError` for tensors that the format does not have. Reads no
+        memory."""
         self._check_parts()
         form = self.format
         if form.element is Element.NONE:

@@ -17,7 +17,7 @@ from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import Numerics, Transform
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
-from hadagen.runtime.calls import ALIGNMENT, Range, again, is_plain, number_of
+from hadagen.runtime.calls import ALIGNMENT, Range, again, has_only_memory, is_plain, number_of
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
@@ -48,7 +48,6 @@ from hadagen.runtime.given import (
     unpack_given,
     why_not_orthogonal,
 )
-from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import (
     REGULAR,
     folds,
@@ -142,7 +141,7 @@ class Rotation(SealedModule):
         self._register()
 
     def _make(self, matrix: Any, orders: tuple[int, ...] | None, signs: Any, signs_after: Any) -> None:
-        """Set all that follows from the arguments, on the CPU."""
+        """Set all attributes that follow from the arguments, on the CPU."""
         self._given: list[torch.Tensor] = []  # the matrices, on the CPU, of the types in which they were given
         self._no_inverse: str | None = None  # why there is none
         if isinstance(matrix, str):
@@ -223,7 +222,7 @@ class Rotation(SealedModule):
         numerics: str = "accurate",
         batch_invariant: bool | None = None,
     ) -> torch.Tensor:
-        """x · Mᵀ, which undoes the rotation; arguments, result and errors as those of `forward`.
+        """x · Mᵀ, which undoes the rotation. Arguments, result and errors are as for `forward`.
 
         Raises `UsageError` if a given matrix is not orthogonal.
         """
@@ -482,7 +481,7 @@ class Rotation(SealedModule):
     def _joined(
         self, buffers: tuple[Any, Any, Any], stored: Callable[..., Any], named: Callable[[], Any]
     ) -> tuple[Any, Any, Any]:
-        """The matrices and signs that operators take for those of the buffers.
+        """The matrices and signs as operators take them, made from the buffers.
 
         stored: `stored_on` or its operator. named: returns the operand of the name.
         """
@@ -498,7 +497,8 @@ class Rotation(SealedModule):
         return None, before, after
 
     def _named(self, x: Any) -> torch.Tensor:
-        """The operand of the name: that of the module's device, else of an operator."""
+        """The operand of the name: on the module's device the operand that the module holds, else the result of an
+        operator."""
         held = self._held
         if (
             held is not None
@@ -581,7 +581,9 @@ class Rotation(SealedModule):
         """Raises TypeError and `TensorError`, with the name, for a tensor of a layer that cannot be rotated."""
         check_is_tensor(part, name)
         if part.is_nested or part.layout is not torch.strided or part.dtype not in DTYPES:
-            raise TensorError(f"{name} is a {kind_of(part)} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
+            raise TensorError(
+                f"{name} is a {kind_of(part)} tensor; pass a dense tensor of {', '.join(map(str, DTYPES))}"
+            )
         needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, self._BUFFERS))
         if needed and part.device != self._device:
             advice = how_to_join(part.device, self._device, "move one of them with .to")

@@ -1,8 +1,9 @@
-"""Sealed buffers: values that a module stores as bytes, with a checksum, so that it knows them again whoever moved,
+"""Sealed buffers: values stored as bytes with a checksum, so that a module recognizes its values after anyone moved,
 loaded or stored the buffer. Integers are not cast, so no change of type rounds the values.
 
-A sealed buffer is uint8 [length + TRAILER]: the values first, so that a kernel takes its address, and then 96 bytes of
-text that say what the values are, 20 bytes of a digest of that text in full, the CRC-32 of all before, and a mark.
+A sealed buffer is uint8 [length + TRAILER]. The values come first, so that a kernel can take the address of the buffer.
+Then come 96 bytes of text that describe the values, 20 bytes of a digest of the full text, the CRC-32 of all bytes
+before it, and a mark.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TEXT, _DIGEST, _MARK = 96, 20, b"hadagen\x01"
 
 
 class State(enum.Enum):
-    """What a buffer holds."""
+    """The state of a buffer."""
 
     WHOLE = enum.auto()
     EMPTY = enum.auto()  # anything but sealed values, such as memory that nobody wrote
@@ -52,17 +53,18 @@ def state_of(sealed: torch.Tensor, what: str | None = None) -> State:
 
 
 def text_of(sealed: torch.Tensor) -> str:
-    """What a whole buffer says that it is, as far as it fits."""
+    """The text of a whole buffer, cut off at 96 bytes."""
     return bytes_of(sealed)[-TRAILER : _TEXT - TRAILER].rstrip().decode(errors="ignore")
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Those of a contiguous tensor on the CPU."""
+    """The bytes of a contiguous tensor on the CPU."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether its values can be read now: not of fake tensors, in traces, or while a CUDA graph is captured."""
+    """Whether the values of a tensor can be read now: not of fake tensors, in traces, or while a CUDA graph is
+    captured."""
     if (
         torch.compiler.is_dynamo_compiling()
         or type(tensor) not in _PLAIN
@@ -97,7 +99,7 @@ def check(*operands: torch.Tensor | None, least: int) -> None:
     """Raises `TensorError` unless sealed operands are whole. Each is read once for each address and version, and not
     while a CUDA graph is captured.
 
-    least: an operand of more bytes is a sealed one.
+    least: the size of unsealed operands in bytes; larger operands are sealed.
     """
     for sealed in operands:
         if sealed is None or sealed.numel() <= least or not is_readable(sealed):

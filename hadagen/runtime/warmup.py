@@ -140,7 +140,7 @@ def _warmed_device(device: int | str | torch.device | None) -> int | None:
             return None
     index = cuda_index(device)
     if index is None:
-        raise UsageError(f"device {shown(device)} is not a CUDA device of this machine; name one of those it has")
+        raise UsageError(f"device {shown(device)} is not a CUDA device of this machine; name a device of this machine")
     return index
 
 
