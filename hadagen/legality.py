@@ -422,10 +422,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @RULES.first_only("exchange_rounds")
 def _(c: Context, k: Knobs) -> str | None:
-    if turns_in_exchange(k):
-        return "values that are turned on their way cross all at once"
-    packed = k.exchange_carrier == PACKED
-    return "only an fp32 exchange has two vectors a chunk to take in rounds" if packed else None
+    return _fault(c, "tiles", Exchange((), k.exchange_carrier, k.exchange_rounds, turned=turns_in_exchange(k)))
 
 
 @RULES.first_only("shared_layout")

@@ -20,6 +20,7 @@ from hadagen.matrix_legality import MATRIX_RULES
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps.base import FP16, PACKED
+from hadagen.steps.matrix import OPERAND_SIDE
 from hadagen.steps.memory import Load
 
 # Knobs for `fast` that proved good on H100 and H200 for all tiles. Where they are not legal, the nearest are used.
@@ -115,7 +116,7 @@ class Space:
         """For each number of chunks and the two largest numbers of slabs that leave few warps without rows, loaded
         plainly and in bulk, with about four warps in a block. A tile is one row, or 2048 elements where rows are
         shorter."""
-        operands = -(-self.problem.order // 16)
+        operands = -(-self.problem.order // OPERAND_SIDE)
         known = (5, 3, 2, 1) if operands == 5 else (3, 2, 1)
         slabs = [slabs for slabs in known if 5 * (-operands % slabs) <= operands][:2]
         rows = 1 << max(0, log2(LEAST_CHUNKS) + CHUNK_BITS - self.problem.n.bit_length() + 1)

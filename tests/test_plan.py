@@ -245,7 +245,7 @@ REFUSED: list[tuple[str, Callable[[], Plan]]] = [
     ("more warps than lanes", lambda: dataclasses.replace(normalized(), warp_bits=5)),
     ("it has several rows", lambda: dataclasses.replace(normalized(), cta_bits=2)),
     ("sums of packed values are not fp16", lambda: altered(normalized(), Mma, accumulator=FP16)),
-    ("only fp32 values have two vectors a chunk", lambda: altered(normalized(), Exchange, rounds=2)),
+    ("only an fp32 exchange has two vectors a chunk", lambda: altered(normalized(), Exchange, rounds=2)),
     (
         "levels cross to other blocks with fp16, in one exchange",
         lambda: instead(tf32(), Load, tf32().steps[0], Normalize()),

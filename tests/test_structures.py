@@ -234,7 +234,7 @@ def test_values_are_turned_on_their_way_to_an_mma_of_tf32() -> None:
             assert after.axes[other] == before.axes[near] == end.axes[near]
     assert {after.axes[place] for place in (PAIR, lane(0), lane(1), reg(2))} == {*map(bit, (9, 10, 11, 12))}
     for other in (dataclasses.replace(exchange, rounds=2), dataclasses.replace(exchange, carrier="packed")):
-        with pytest.raises(UsageError, match="only all fp32 values at once are turned"):
+        with pytest.raises(UsageError, match="values that are turned on their way cross all at once, in fp32"):
             changed(plan, at, other)
     (_, *others), straight = exchange.pairs, dataclasses.replace(exchange, turned=False)
     for other in (straight, dataclasses.replace(exchange, pairs=tuple(others))):

@@ -91,9 +91,9 @@ class Exchange(Step):
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if self.turned and (self.carrier != FP32 or self.rounds > 1):
-            yield "only all fp32 values at once are turned on their way"
+            yield "values that are turned on their way cross all at once, in fp32"
         if self.carrier != FP32 and self.rounds > 1:
-            yield "only fp32 values have two vectors a chunk to take in rounds"
+            yield "only an fp32 exchange has two vectors a chunk to take in rounds"
         if self.turned != any(near == PAIR for near, _ in self.pairs):
             yield "the pair is swapped where values are turned on their way, and only there"
 

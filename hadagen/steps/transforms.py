@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hadagen.layout import MMA_MOVES, PAIR, Place, lane, reg, swaps
 from hadagen.problem import DType
@@ -14,30 +14,38 @@ from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, WARP_BYTES, Cost,
 
 LEAST_POWER = -4  # with 2^-4 of the scale in an mma, sums of 16 values are no larger than the largest value
 NORMALIZER = 3  # as the `factor` of an `Mma`
-# Operand of an `Mma` → type of the problem → number of parts of an fp32 value. Both operands have the range of fp32. A
-# bfloat16 has 8 bits, a tf32 11. So the parts have more bits than a 16-bit result shows, and of a float32 all 24, or 22
-# as two tf32. A float16 shows 11 bits itself: one tf32 would count as four roundings, and two cost more than two
-# bfloat16.
-PARTS = {
-    "bfloat16": {DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3},
-    "tf32": {DType.BFLOAT16: 1, DType.FLOAT32: 2},
-}
-# Instructions that split a pair of fp32 values into parts. An mma cuts a value off to one tf32 by itself.
-_PART_INSTRUCTIONS = {
-    (PACKED, 1): 0,
-    (FP16, 1): 0,
-    ("bfloat16", 2): 6,
-    ("bfloat16", 3): 11,
-    ("tf32", 1): 0,
-    ("tf32", 2): 8,
-}
-# Type of an operand of an `Mma` → the feature that it needs.
-_FEATURE_OF = {"float16": "mma_f16", FP16: "mma_f16", "bfloat16": "mma_bf16", "tf32": "mma_tf32"}
-_MMA_OF_TF32 = 2  # two m16n8k8 for one m16n8k16; each takes as long
 _FACTORS = ("", "the first factor of the scale", "the second factor of the scale", "what normalizes the warp")
 
+
+class MmaType(NamedTuple):
+    """A type that an mma multiplies.
+
+    feature: what the arch must have for it. products: how many mma of the device make up one of m16n8k16; each takes
+    as long. parts: type of the problem → number of parts of this type that an fp32 value becomes; none for types
+    without the range of fp32. splitting: number of parts → instructions that split a pair of fp32 values.
+    """
+
+    feature: str
+    products: int = 1
+    parts: Mapping[DType, int] = {}
+    splitting: Mapping[int, int] = {}
+
+
+# The types in parts have the range of fp32. A bfloat16 has 8 bits, a tf32 11. So the parts have more bits than a 16-bit
+# result shows, and of a float32 all 24, or 22 as two tf32. A float16 shows 11 bits itself: one tf32 would count as four
+# roundings, and two cost more than two bfloat16. An mma cuts a value off to one tf32 by itself.
+MMA_TYPES = {
+    "float16": MmaType("mma_f16"),
+    FP16: MmaType("mma_f16"),
+    "bfloat16": MmaType(
+        "mma_bf16", parts={DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3}, splitting={2: 6, 3: 11}
+    ),
+    "tf32": MmaType("mma_tf32", products=2, parts={DType.BFLOAT16: 1, DType.FLOAT32: 2}, splitting={2: 8}),
+}
+PARTS = {name: each.parts for name, each in MMA_TYPES.items() if each.parts}
+
 _PACKED_SUM = 1.15  # roundings that a sum of packed values counts as, fitted to errors of measured kernels
-# The error of cutting an fp32 off to the 11 bits of a tf32, for a result with the 8 bits of a bfloat16 (see `PARTS`).
+# The error of cutting an fp32 off to the 11 bits of a tf32, for a result with the 8 bits of a bfloat16.
 # If u is the last place of the result, that of the tf32 is u/8, and the error lies between 0 and u/8. Its mean square,
 # mean² + variance, is (u/16)² + (u/8)²/12 = u²/192; that of a rounding is u²/12. A mean that is not 0 does not matter,
 # because the transform keeps sums of squares. Sums of the first 16 values have few bits to cut off, so the error is a
@@ -83,7 +91,7 @@ class Mma(Step):
     labels = "reg operand parts accumulator factor turned over_blocks idle"
 
     reg: int
-    operand: str = PACKED  # or fp16, or a type of `PARTS`
+    operand: str = PACKED  # or fp16, or a type of `MMA_TYPES` with parts
     parts: int = 1
     accumulator: str = FP32
     # 0: none. 1 or 2: the first or second factor, if the scale came as two; if it came whole, the first or second power
@@ -97,7 +105,10 @@ class Mma(Step):
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         # What is turned goes through movmatrix, which comes with the first mma.
-        return frozenset({"mma_f16", _FEATURE_OF[dtype.value if self.operand == PACKED else self.operand]})
+        return frozenset({"mma_f16", self._type(dtype).feature})
+
+    def _type(self, dtype: DType) -> MmaType:
+        return MMA_TYPES[dtype.value if self.operand == PACKED else self.operand]
 
     @property
     def in_parts(self) -> bool:
@@ -186,10 +197,9 @@ class Mma(Step):
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         # mma into one accumulator; beside them, instructions that split and transpose the four pairs of a chunk
-        mma = self.parts * (_MMA_OF_TF32 if self.operand == "tf32" else 1)
-        instructions = (
-            2 * mma + 4 * _PART_INSTRUCTIONS[self.operand, self.parts] + (4 * self.parts if self.turned else 0)
-        )
+        takes = self._type(plan.problem.io.input)
+        mma = self.parts * takes.products
+        instructions = 2 * mma + 4 * takes.splitting.get(self.parts, 0) + (4 * self.parts if self.turned else 0)
         shares = plan.shares_loaded if self.over_blocks else 1
         chunks = shares << plan.chunk_bits
         return Cost(instructions * chunks, 2 * mma * chunks, waits={"mma": (mma + self.turned) * shares})
