@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[torch.dtype, ...]] = {
     "input": (torch.float16, torch.bfloat16, torch.float32),
     **{kind: (torch.uint8, getattr(torch, name, torch.uint8)) for kind, (name, _) in NATIVE.items()},
 }
-_NATIVE = {KINDS[kind][1] for kind in NATIVE}
+_NATIVE = {KINDS[kind][1] for kind in NATIVE} - {torch.uint8}  # which stands for types that this PyTorch lacks
 
 
 def quantize(
