@@ -375,7 +375,8 @@ def verify(
     units = values.size // problem.unit
     operands = verification_operands(problem, units) if operands is None else operands
     exact = torch.from_numpy(transform(problem, values, scale, operands)[:, :columns])
-    x = _poisoned(problem.io.input, len(values), x_pitch)
+    odd = int(source.launch.reads_rows)  # arrays with an odd pitch begin between vectors
+    x = _poisoned(problem.io.input, len(values), x_pitch, x_pitch % 2 * odd)
     x[:, :columns] = encode(problem.io.input, values[:, :columns])
     taken: dict[str, Any] = kernel_operands(problem, operands)
     outputs: dict[str, tuple[Any, int]] = {}
@@ -385,7 +386,7 @@ def verify(
         outputs[name] = like_x, like_x.nbytes
     given = torch.from_numpy(operands["tensor_scale"]) if "tensor_scale" in operands else None
     if form is None:
-        out = x if in_place else _poisoned(problem.io.input, len(values), y_pitch)
+        out = x if in_place else _poisoned(problem.io.input, len(values), y_pitch, y_pitch % 2 * odd)
     else:
         dtype: torch.dtype = getattr(torch, problem.io.input.value)
         codes, laid_out = quantizer.empty(units, problem.unit, form, dtype, torch.device("cpu"))
@@ -425,10 +426,10 @@ def verify(
     return errors
 
 
-def _poisoned(dtype: DType, rows: int, pitch: int) -> Bits:
-    """[rows, pitch] NaNs. If the pitch is odd, they begin one element after a multiple of 16 bytes."""
+def _poisoned(dtype: DType, rows: int, pitch: int, first: int = 0) -> Bits:
+    """[rows, pitch] NaNs that begin so many elements after a multiple of 16 bytes."""
     bits = encode(dtype, np.full(rows * pitch + 1, np.nan))
-    return bits[pitch % 2 :][: rows * pitch].reshape(rows, pitch)
+    return bits[first:][: rows * pitch].reshape(rows, pitch)
 
 
 @dataclass(frozen=True)
