@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from rounding import rounding_bound
 from slow import cases_of
-from spaces import ARCH, draw, families
+from spaces import ARCH, draw, families, seeds_of
 
-from hadagen import emulator
 from hadagen.bits import decode, encode
 from hadagen.codegen import render
 from hadagen.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
@@ -350,9 +349,21 @@ def test_a_verification_has_a_row_too_few_for_whole_tiles() -> None:
 
 
 @pytest.mark.parametrize("dtype", DType)
-def test_rows_of_an_odd_pitch_begin_beside_a_multiple_of_16_bytes(dtype: DType) -> None:
-    beside = [emulator._poisoned(dtype, 3, pitch).ctypes.data % 16 for pitch in (16, 17)]
-    assert beside == [0, dtype.bytes]
+def test_rows_of_an_odd_pitch_begin_beside_a_multiple_of_16_bytes(
+    dtype: DType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, begun = Problem.of(16, dtype, rows=Rows.PITCHED), []
+
+    def run(self: object, entry: str, launch: object, x: Any, out: Any, **others: Any) -> None:
+        begun.append((x.ctypes.data % 16, out.ctypes.data % 16))
+        raise EmulationError("seen")
+
+    monkeypatch.setattr(HostModule, "run", run)
+    source, module = render(build_plan(problem, seeds_of(problem)[0], ARCH)), object.__new__(HostModule)
+    for shape in (RowShape(16, 16, 17), RowShape(16, 17, 16)):
+        with pytest.raises(EmulationError, match="seen"):
+            verify(problem, source, module=module, shape=shape)
+    assert begun == [(0, dtype.bytes), (dtype.bytes, 0)]
 
 
 def test_verify_raises_for_what_the_result_does_not_show() -> None:
