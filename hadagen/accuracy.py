@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ def scales_in_rows(problem: Problem, scales: torch.Tensor, units: int) -> torch.
 def error_of(
     problem: Problem, results: Sequence[torch.Tensor], exact: torch.Tensor, given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The relative error of results, which `Problem.error_bound` limits; not finite if a result is not.
+    """The relative error of results, which `Problem.error_bound` limits; infinity if a result is not finite.
 
     results: the transform, of exact's shape; or codes [units, …] and, for formats with scales of groups, their scales
         as `scales_in_rows` returns them. exact: the exact transform, float64. given: the tensor_scale of the call.
@@ -35,8 +36,9 @@ def error_of(
     if form is None:
         norm = torch.linalg.vector_norm
         error: torch.Tensor = norm(results[0].double() - exact) / norm(exact)
-        return error
+        return error.nan_to_num(nan=math.inf, posinf=math.inf)
     codes, *scales = results
     values, plain = exact.view(-1, problem.unit), replace(form, layout=Layout.ROW_MAJOR)
     dtype = TORCH_DTYPE[problem.io.input]
-    return quantizer.excess_error(codes, scales[0] if scales else codes, values, plain, dtype, given)
+    error = quantizer.excess_error(codes, scales[0] if scales else codes, values, plain, dtype, given)
+    return error.nan_to_num(nan=math.inf, posinf=math.inf)

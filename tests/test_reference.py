@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hadagen.accuracy import error_of
 from hadagen.bits import decode, encode
 from hadagen.problem import MAX_LOG2_N, ROUNDING_ERROR, DType, Numerics, Problem
+from hadagen.quantizer import quantize
 from hadagen.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
@@ -94,6 +96,17 @@ def test_one_hot_rows_begin_with_the_first_and_the_last_place() -> None:
     one_hot = input_classes(Problem.of(64, DType.FLOAT16), 5)["one-hot"]
     assert np.array_equal(np.abs(one_hot).sum(axis=1), np.ones(5))
     assert abs(one_hot[0, 0]) == abs(one_hot[1, 63]) == 1
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("key", ["n64-float32-accurate", "n64-float32-to-fp8_group_64-accurate"])
+def test_an_error_is_infinite_if_a_result_is_not_finite(key: str, wrong: float) -> None:
+    problem, exact = Problem.parse(key), torch.randn(3, 64, dtype=torch.float64)
+    form = problem.io.form
+    results = [exact.clone()] if form is None else [*quantize(exact.float(), form, torch.float32, None)]
+    assert error_of(problem, results, exact) == 0
+    results[-1].view(-1)[0] = wrong
+    assert error_of(problem, results, exact) == np.inf
 
 
 def test_relative_error() -> None:
