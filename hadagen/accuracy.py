@@ -22,6 +22,13 @@ def scales_in_rows(problem: Problem, scales: torch.Tensor, units: int) -> torch.
     return quantizer.rows_of_scales(scales, form.layout, units, form.scales_in_row(problem.unit))
 
 
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """‖found − exact‖ / ‖exact‖, with exact in float64; infinity if a value is not finite."""
+    norm = torch.linalg.vector_norm
+    error: torch.Tensor = norm(found.double() - exact) / norm(exact)
+    return error.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
 def error_of(
     problem: Problem, results: Sequence[torch.Tensor], exact: torch.Tensor, given: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -30,13 +37,11 @@ def error_of(
     results: the transform, of exact's shape; or codes [units, …] and, for formats with scales of groups, their scales
         as `scales_in_rows` returns them. exact: the exact transform, float64. given: the tensor_scale of the call.
 
-    The error of a transform is ‖result − exact‖ / ‖exact‖, that of codes `quantizer.excess_error`.
+    The error of a transform is its `relative_error`, and the error of codes is `quantizer.excess_error`.
     """
     form = problem.io.form
     if form is None:
-        norm = torch.linalg.vector_norm
-        error: torch.Tensor = norm(results[0].double() - exact) / norm(exact)
-        return error.nan_to_num(nan=math.inf, posinf=math.inf)
+        return relative_error(results[0], exact)
     codes, *scales = results
     values, plain = exact.view(-1, problem.unit), replace(form, layout=Layout.ROW_MAJOR)
     dtype = TORCH_DTYPE[problem.io.input]

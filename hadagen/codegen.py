@@ -38,7 +38,7 @@ def render(plan: Plan) -> Source:
     blocks: dict[str, Any] = {}
     view = _view(plan, entry) | {"blocks": blocks}
     modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in {s.template for s in plan.steps}}
-    blocks |= {name: getattr(modules[step.template], name) for step in plan.steps for name in [step.name]}
+    blocks |= {step.name: getattr(modules[step.template], step.name) for step in plan.steps}
     text = ENVIRONMENT.get_template("kernel.cu.j2").render(view)
     return Source(entry, text, plan.launch)
 

@@ -356,7 +356,7 @@ def verify(
     import torch  # here, because most that import this module run nothing
 
     from hadagen import quantizer
-    from hadagen.accuracy import error_of, scales_in_rows
+    from hadagen.accuracy import TORCH_DTYPE, error_of, scales_in_rows
 
     rows = verification_rows(problem, source.launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
@@ -388,8 +388,8 @@ def verify(
     if form is None:
         out = x if in_place else _poisoned(problem.io.input, len(values), y_pitch, y_pitch % 2 * odd)
     else:
-        dtype: torch.dtype = getattr(torch, problem.io.input.value)
-        codes, laid_out = quantizer.empty(units, problem.unit, form, dtype, torch.device("cpu"))
+        dtype, cpu = TORCH_DTYPE[problem.io.input], torch.device("cpu")
+        codes, laid_out = quantizer.empty(units, problem.unit, form, dtype, cpu)
         out, memory = (quantizer.memory_of(each).numpy() for each in (codes, laid_out))
         out[:] = 0x7F
         if form.group > 0:

@@ -62,7 +62,7 @@ TABLE = """
     tuning_db        | tuning_db.files tuning_db.signatures tuning_db.bundle owners ptx_version trial regimes problem launch target errors | sqlalchemy alembic
     measure          | operands accuracy gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
-    runtime          | operands quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
+    runtime          | accuracy operands quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
     compat           | runtime problem matrices errors                             | torch
     presets          | quantizer runtime errors                                              | torch
     registration     |                                                     |

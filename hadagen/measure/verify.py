@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hadagen import quantizer
-from hadagen.accuracy import TORCH_DTYPE, error_of, scales_in_rows
+from hadagen.accuracy import TORCH_DTYPE, error_of, relative_error, scales_in_rows
 from hadagen.bits import encode
 from hadagen.errors import told_apart
 from hadagen.formats import TENSOR
@@ -299,9 +299,8 @@ class Verifier:
     def _errors(self, problem: Problem, results: _Results, case: _Case) -> list[torch.Tensor]:
         """Of what a kernel makes of a case."""
         dtype, second = TORCH_DTYPE[problem.io.input], len(results) - len(case.written)
-        norm = torch.linalg.vector_norm
         errors = [
-            norm(found.view(dtype).double() - wanted) / norm(wanted)
+            relative_error(found.view(dtype), wanted)
             for found, wanted in zip(results[second:], case.written.values(), strict=True)
         ]
         if problem.io.form is None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from hadagen.accuracy import TORCH_DTYPE
 from hadagen.driver import DoesNotFit, Launch, LoadedKernel
 from hadagen.errors import DeviceError, StorageError, ToolchainError, printable
 from hadagen.formats import Format
@@ -22,7 +23,6 @@ from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bund
 from hadagen.runtime.device import Device, cuda_device, how_to_get_kernels
 from hadagen.runtime.guesses import may_be_guessed
 from hadagen.runtime.loading import load
-from hadagen.runtime.proof import TORCH_DTYPE
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 AUTOTUNE = "HADAGEN_AUTOTUNE"  # the variable that makes calls measure problems that nobody measured

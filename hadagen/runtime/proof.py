@@ -8,6 +8,7 @@ from itertools import product
 import torch
 
 from hadagen import quantizer
+from hadagen.accuracy import TORCH_DTYPE
 from hadagen.driver import LoadedKernel
 from hadagen.formats import Format
 from hadagen.launch import RowShape
@@ -17,7 +18,6 @@ from hadagen.runtime import fallback
 from hadagen.runtime.operands import Operands, addresses, pack_matrix
 from hadagen.runtime.product import rotate_into
 
-TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
 # So many elements at least, because the error of few may be far above that of many.
 _ELEMENTS = 1 << 15
 _SEED = 1
