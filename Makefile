@@ -109,7 +109,7 @@ typecheck: $(TO_LINT) ## check types only
 	cd $(TYPED) && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p hadagen
 
 archs: $(VENV)/has-tune ## write what programs without YAML read of the archs
-	$(PY) -c 'from hadagen.arch import write_archs; write_archs()'
+	$(PY) -c 'from hadagen.plan.arch import write_archs; write_archs()'
 
 format: $(TO_FORMAT) ## rewrite the Python files in the house style
 	$(PY) -m ruff check --fix

@@ -44,18 +44,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hadagen import driver
-from hadagen.arch import load_arch
-from hadagen.compilers import find_tool
+from hadagen.compiler.compilers import find_tool
+from hadagen.compiler.toolchain import Toolchain, disassemble
 from hadagen.errors import ToolchainError
-from hadagen.formats import TENSOR
-from hadagen.launch import ENTRY, LaunchSpec, RowShape, Source
+from hadagen.gpu import driver
 from hadagen.measure import without_texts
-from hadagen.operands import kernel_operands, sizes_for, verification_operands
-from hadagen.problem import Problem, Rows
-from hadagen.reference import verification_scale
-from hadagen.toolchain import Toolchain, disassemble
-from hadagen.trial import Kernel
+from hadagen.plan.arch import load_arch
+from hadagen.problem.formats import TENSOR
+from hadagen.problem.launch import ENTRY, LaunchSpec, RowShape, Source
+from hadagen.problem.operands import kernel_operands, sizes_for, verification_operands
+from hadagen.problem.problem import Problem, Rows
+from hadagen.problem.trial import Kernel
+from hadagen.truth.reference import verification_scale
 from hadagen.tuning_db.bundle import Bundle
 
 ROOT = Path(__file__).resolve().parent.parent

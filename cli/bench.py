@@ -25,15 +25,15 @@ from hadagen.cli.output import (
     until_interrupted,
 )
 from hadagen.errors import DeviceError, UsageError
-from hadagen.problem import Numerics, Problem, Rows
-from hadagen.trial import Outcome
+from hadagen.problem.problem import Numerics, Problem, Rows
+from hadagen.problem.trial import Outcome
 from hadagen.tuning_db.table import write_table
 
 if TYPE_CHECKING:
     from hadagen.measure import Cell, Comparison
-    from hadagen.regimes import Cache, Destination
+    from hadagen.problem.regimes import Cache, Destination
+    from hadagen.problem.trial import Environment
     from hadagen.runtime.device import Device
-    from hadagen.trial import Environment
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 DEFAULT_ELEMENTS = "64K,1M,8M,64M,256M"
@@ -97,7 +97,7 @@ def kernels(
 
     Errors are ‖out − ref‖ / ‖ref‖ against float64, for normally distributed input.
     """
-    from hadagen.regimes import Cache, timed_elements
+    from hadagen.problem.regimes import Cache, timed_elements
 
     environment, target = find_device(device)
     named = product(problems, elements, destinations)
@@ -144,7 +144,7 @@ def _choose(
 ) -> Iterator[Choice]:
     """Yields the kernel of a call in each regime; with empty `caches`, only in the regime that decides."""
     from hadagen.measure import Cell, is_timed
-    from hadagen.regimes import deciding_cache
+    from hadagen.problem.regimes import deciding_cache
 
     for problem, elements, destination, found in _found(asked, target):
         if not elements:
@@ -229,7 +229,7 @@ def _row(library: str, problem: Problem, cell: Cell, us: float, copy_us: float, 
 def _print(gpu: str, rows: Sequence[Row], elements: Sequence[int], by_regime: bool) -> None:
     """A table for each dtype, numerics, kind of rows, matrix and destination, and for each regime if any was asked for.
     A column has the rows that were timed for a size that was asked for."""
-    from hadagen.regimes import timed_elements
+    from hadagen.problem.regimes import timed_elements
 
     ours = [row for row in rows if row["library"] == OURS]
     others: dict[tuple[Any, ...], dict[str, Row]] = {}

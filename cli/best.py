@@ -10,8 +10,8 @@ from hadagen.cli import options
 from hadagen.cli.device import how_to_tune
 from hadagen.cli.output import fraction_text, print_json, say, short_knobs
 from hadagen.errors import UsageError, shown
-from hadagen.problem import Problem
-from hadagen.target import nearest_arch
+from hadagen.problem.problem import Problem
+from hadagen.problem.target import nearest_arch
 
 if TYPE_CHECKING:
     from hadagen.runtime.best import BestConfig
@@ -40,9 +40,9 @@ def best(
     says so. With --arch, no GPU is needed. A call on a GPU on which the kernel
     does not fit runs the next nearest kernel.
     """
+    from hadagen.problem.target import known_archs
     from hadagen.runtime.best import best_config
     from hadagen.runtime.choose import Match
-    from hadagen.target import known_archs
 
     columns = click.get_current_context().params["columns"]
     asked = (problem, rows * (columns or problem.n) // problem.n, device)
@@ -83,9 +83,9 @@ def best(
 
 def _why_none(config: BestConfig) -> str:
     """Why there is no kernel, or how to get one."""
-    from hadagen.arch import load_arch
-    from hadagen.knobs import Knobs
-    from hadagen.space import Space
+    from hadagen.plan.arch import load_arch
+    from hadagen.plan.knobs import Knobs
+    from hadagen.plan.space import Space
 
     arch = nearest_arch(config.device.arch)
     if arch and Space(config.problem, load_arch(arch)).closest(Knobs()) is None:
@@ -114,7 +114,7 @@ def _why_not_measured(config: BestConfig) -> str:
 
 def _time(config: BestConfig) -> str:
     """The measured time, and the GPU if it is another than the caller named."""
-    from hadagen.regimes import timed_rows
+    from hadagen.problem.regimes import timed_rows
     from hadagen.runtime.choose import Match
 
     source, problem = config.provenance or {}, config.problem

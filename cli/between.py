@@ -23,13 +23,13 @@ from hadagen.cli.output import (
     until_interrupted,
 )
 from hadagen.errors import DeviceError
-from hadagen.problem import Problem
-from hadagen.trial import Outcome
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Outcome
 from hadagen.tuning_db.table import write_table
 
 if TYPE_CHECKING:
     from hadagen.measure import Cell, Choice, Ranking, Variant
-    from hadagen.regimes import Destination
+    from hadagen.problem.regimes import Destination
     from hadagen.runtime.device import Device
     from hadagen.tuning_db.store import Store
 
@@ -160,7 +160,7 @@ def _candidates(
 def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[tuple[Cell, float], ...]:
     """The regimes that rank kernels: the regime that decides, and the other regime if kernels are timed in it too."""
     from hadagen.measure import cells_at
-    from hadagen.regimes import other_share
+    from hadagen.problem.regimes import other_share
 
     decides, *others = cells_at(problem, elements, destination, l2_bytes)
     share = other_share(problem, elements, destination, l2_bytes) if others else 0.0

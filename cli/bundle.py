@@ -28,7 +28,7 @@ from hadagen.cli.output import (
     short_knobs,
 )
 from hadagen.errors import StorageError, UsageError, shortened
-from hadagen.regimes import LOSS
+from hadagen.problem.regimes import LOSS
 
 if TYPE_CHECKING:
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -78,7 +78,7 @@ def estimate(arch: str, source: Path, out: Path) -> None:
     The cost model chooses them among the winners of another arch, in the bundle at SOURCE. The written bundle has no
     code: each kernel is compiled at its first call. hadagen tune replaces these winners with measured winners.
     """
-    from hadagen.arch import load_arch
+    from hadagen.plan.arch import load_arch
     from hadagen.tuner.transfer import estimate_bundle
     from hadagen.tuning_db.bundle import Bundle
 
@@ -250,11 +250,11 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
     they may be slower now. OUT is a new file, or PATH. A kernel without PTX runs only where its cubin loads or NVRTC is
     installed, and cannot be assembled again.
     """
-    from hadagen.arch import load_arch
     from hadagen.cli.doctor import oldest_driver
-    from hadagen.compilers import Ptxas
-    from hadagen.recipes import is_recipe_of
-    from hadagen.toolchain import assembled
+    from hadagen.compiler.compilers import Ptxas
+    from hadagen.compiler.recipes import is_recipe_of
+    from hadagen.compiler.toolchain import assembled
+    from hadagen.plan.arch import load_arch
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.bundle_writer import check_bundle_place
     from hadagen.tuning_db.merge import arithmetic_of, kernels_of, selection_of, with_kernels, write_selection

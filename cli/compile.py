@@ -10,7 +10,7 @@ from hadagen.cli import options
 from hadagen.cli.device import how_to_tune
 from hadagen.cli.output import report_failures, say
 from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainError, UsageError
-from hadagen.problem import Problem
+from hadagen.problem.problem import Problem
 
 if TYPE_CHECKING:
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -29,10 +29,10 @@ def compile_(arch: str | None, problems: list[Problem], batch_invariant: bool, d
     needed. Later calls read the kernels from HADAGEN_CACHE, which may then be
     read-only.
     """
-    from hadagen.cache import KernelCache, cache_place
+    from hadagen.compiler.cache import KernelCache, cache_place
+    from hadagen.compiler.recipes import compile_all
     from hadagen.owners import problem_of
-    from hadagen.recipes import compile_all
-    from hadagen.regimes import destinations
+    from hadagen.problem.regimes import destinations
     from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
     from hadagen.runtime.device import find_device
     from hadagen.runtime.loading import cpus, lacking_code

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from hadagen.cli import options
 from hadagen.cli.output import say
-from hadagen.compilers import DEFAULT
+from hadagen.compiler.compilers import DEFAULT
 from hadagen.errors import DeviceError
 
 if TYPE_CHECKING:
-    from hadagen.arch import Arch
+    from hadagen.compiler.toolchain import Toolchain
     from hadagen.measure import Answer, DeviceRunner
-    from hadagen.problem import Problem
+    from hadagen.plan.arch import Arch
+    from hadagen.problem.problem import Problem
+    from hadagen.problem.trial import Environment, Kernel, Trial
     from hadagen.runtime.device import Device
-    from hadagen.toolchain import Toolchain
-    from hadagen.trial import Environment, Kernel, Trial
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
@@ -30,9 +30,9 @@ def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment 
 
     Raises `DeviceError` if the given device cannot be used, and `UsageError` if the arch is not known.
     """
-    from hadagen.arch import load_arch
     from hadagen.measure import device_environment
-    from hadagen.target import nearest_arch
+    from hadagen.plan.arch import load_arch
+    from hadagen.problem.target import nearest_arch
 
     try:
         gpu = device_environment(index or 0)
@@ -60,7 +60,7 @@ def runnable(bundle: Bundle, entry: BundleEntry) -> Kernel:
 
     Raises `StorageError` as `Bundle.kernel` does, and `UsageError` or `ToolchainError` as `image_of` does.
     """
-    from hadagen.recipes import Recipe, image_of
+    from hadagen.compiler.recipes import Recipe, image_of
 
     kernel = bundle.kernel(entry.kernel)
     if kernel.cubin:
@@ -79,8 +79,8 @@ def no_kernels(target: Device, problems: Sequence[Problem]) -> DeviceError:
 def how_to_tune(problem: Problem, arch: str) -> str:
     """Advice if no bundle has kernels of a problem for an arch: to tune all problems if there is no bundle for it at
     all, and else this one, or without its signs and swapped bits."""
+    from hadagen.problem.target import nearest_arch
     from hadagen.runtime.device import how_to_get_kernels
-    from hadagen.target import nearest_arch
 
     how = how_to_get_kernels(arch)
     if nearest_arch(arch) and (problem.order > 1 or _has_bundle(arch)):
@@ -101,7 +101,7 @@ def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str =
 
 def find_toolchain(kind: str = DEFAULT) -> Toolchain:
     """The toolchain with a compiler. If another compiler replaces it, stderr says why. Raises `ToolchainError`."""
-    from hadagen.toolchain import Toolchain
+    from hadagen.compiler.toolchain import Toolchain
 
     toolchain = Toolchain.find(kind)
     if toolchain.note:
@@ -117,8 +117,8 @@ def measuring(
 
     Raises `UsageError` if its arch is not known, and `ToolchainError` if the copy kernels cannot be built.
     """
-    from hadagen.arch import load_arch
     from hadagen.measure import DeviceRunner, copy_sources
+    from hadagen.plan.arch import load_arch
 
     toolchain = toolchain or find_toolchain()
     kernels = toolchain.build_all(copy_sources(), load_arch(options.arch_of(environment)))

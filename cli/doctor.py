@@ -19,8 +19,8 @@ from hadagen.cli import options
 from hadagen.cli.output import print_json, say
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
 from hadagen.errors import DeviceError, HadagenError, NoCompilerError, ToolchainError
+from hadagen.problem.target import generation, known_archs
 from hadagen.runtime.device import how_to_get_kernels
-from hadagen.target import generation, known_archs
 
 if TYPE_CHECKING:
     from hadagen.runtime.device import Device
@@ -116,7 +116,7 @@ def _torch() -> str:
 
 
 def _gpu() -> str:
-    from hadagen.driver import bindings, check
+    from hadagen.gpu.driver import bindings, check
     from hadagen.measure import device_environment
 
     count = check(bindings().cuDeviceGetCount(), "counting CUDA devices")
@@ -131,8 +131,8 @@ def _gpu() -> str:
 def _gpu_state() -> str:
     """Power limits, clocks, throttling, and the programs that use the GPUs. Raises `Busy` if times would be wrong
     now."""
-    from hadagen.driver import bindings, check
-    from hadagen.gpu_class import nvml_gpu
+    from hadagen.gpu.driver import bindings, check
+    from hadagen.gpu.gpu_class import nvml_gpu
     from hadagen.measure import device_environment
     from hadagen.measure.monitor import Monitor, state_text
 
@@ -196,7 +196,7 @@ def _lacking_code(entries: Sequence[BundleEntry], similar: Sequence[Bundle], dev
 def _compiled_here(device: Device, served: Iterable[Bundle]) -> str:
     """The compiler of kernels that have no code for a GPU. Raises `DeviceError` or `ToolchainError` if there is
     none."""
-    from hadagen.nvrtc import Nvrtc
+    from hadagen.compiler.nvrtc import Nvrtc
 
     try:
         library = Nvrtc.find()
@@ -216,7 +216,7 @@ def _compiled_here(device: Device, served: Iterable[Bundle]) -> str:
 
 def _cuda_of_driver() -> int:
     """The newest CUDA whose cubins the driver loads, such as 13."""
-    from hadagen.driver import bindings, check
+    from hadagen.gpu.driver import bindings, check
 
     return int(check(bindings().cuDriverGetVersion())) // 1000
 
@@ -224,7 +224,7 @@ def _cuda_of_driver() -> int:
 def _cuda_of(bundle: Bundle) -> int:
     """The newest CUDA that assembled cubins of a bundle, such as 13; 0 if the cubins do not say. Only one cubin of each
     compiler is read."""
-    from hadagen.cubin import cuda_release
+    from hadagen.compiler.cubin import cuda_release
 
     kernels = {entry.nvcc: entry.kernel for entry in bundle.all_entries() if entry.compiled}
     return max((cuda_release(bundle.kernel(digest).cubin) or 0 for digest in kernels.values()), default=0)
@@ -239,10 +239,10 @@ def _extra() -> str:
 
 def _compiler(kind: str) -> str:
     """Find the compiler, and compile a kernel."""
-    from hadagen.arch import load_arch
-    from hadagen.compilers import COMPILERS, DEFAULT
+    from hadagen.compiler.compilers import COMPILERS, DEFAULT
+    from hadagen.compiler.toolchain import Toolchain
     from hadagen.measure import copy_sources
-    from hadagen.toolchain import Toolchain
+    from hadagen.plan.arch import load_arch
 
     try:
         compiler = COMPILERS[kind].find()
@@ -257,11 +257,11 @@ def _compiler(kind: str) -> str:
 
 def _emulator() -> str:
     """Runs the smallest kernel on the CPU."""
-    from hadagen.arch import load_arch
-    from hadagen.codegen import render
-    from hadagen.emulator import host_compiler, verify
-    from hadagen.problem import DType, Problem
-    from hadagen.space import Space, build_plan
+    from hadagen.compiler.codegen import render
+    from hadagen.compiler.emulator import host_compiler, verify
+    from hadagen.plan.arch import load_arch
+    from hadagen.plan.space import Space, build_plan
+    from hadagen.problem.problem import DType, Problem
 
     compiler = host_compiler()
     problem, arch = Problem.of(2, DType.FLOAT16), load_arch(options.DEFAULT_ARCH)
@@ -276,7 +276,7 @@ def _emulator() -> str:
 
 
 def _cache() -> str:
-    from hadagen.cache import KernelCache, cache_place, cache_root
+    from hadagen.compiler.cache import KernelCache, cache_place, cache_root
     from hadagen.owners import problem_of
 
     if problem := problem_of(cache_place()):
@@ -335,7 +335,7 @@ def _verified(bundle: Bundle) -> str:
 
 def oldest_driver(bundle: Bundle) -> str:
     """The drivers that load the cubins of a bundle, as the end of a sentence; "" if the bundle has no cubins."""
-    from hadagen.cubin import OLDEST_DRIVERS
+    from hadagen.compiler.cubin import OLDEST_DRIVERS
 
     oldest = OLDEST_DRIVERS.get(_cuda_of(bundle))
     return f"; its cubins load from driver {oldest} on" if oldest else ""

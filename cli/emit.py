@@ -11,12 +11,12 @@ from hadagen.cli import options
 from hadagen.cli.device import find_toolchain
 from hadagen.cli.output import print_json, print_table
 from hadagen.errors import UsageError
-from hadagen.problem import Problem
+from hadagen.problem.problem import Problem
 
 if TYPE_CHECKING:
-    from hadagen.arch import Arch
-    from hadagen.launch import Source
-    from hadagen.plan import Plan
+    from hadagen.plan.arch import Arch
+    from hadagen.plan.plan import Plan
+    from hadagen.problem.launch import Source
 
 LARGE_ELEMENTS = 1 << 26
 # What the scale word of a kernel holds, by form.
@@ -55,8 +55,8 @@ def emit(
     Knobs that are not set get the legal values nearest to the known winner for large inputs, or to the first seed if no
     winner is known.
     """
-    from hadagen.arch import load_arch
-    from hadagen.codegen import render, with_headers
+    from hadagen.compiler.codegen import render, with_headers
+    from hadagen.plan.arch import load_arch
 
     target = load_arch(arch)
     if form == "space":
@@ -70,7 +70,7 @@ def emit(
         click.echo(source.text, nl=False)
         return
 
-    from hadagen.toolchain import device_headers, disassemble
+    from hadagen.compiler.toolchain import device_headers, disassemble
 
     if form == "standalone":
         click.echo(_how_to_use(plan, source, target) + with_headers(source, device_headers()), nl=False)
@@ -81,9 +81,9 @@ def emit(
 
 def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     """The head of a file that compiles alone: how to compile and launch it."""
-    from hadagen.driver import DEFAULT_SHARED_BYTES
-    from hadagen.launch import PORTABLE_CLUSTER
-    from hadagen.scale import scale_word
+    from hadagen.gpu.driver import DEFAULT_SHARED_BYTES
+    from hadagen.problem.launch import PORTABLE_CLUSTER
+    from hadagen.problem.scale import scale_word
 
     n, launch = plan.problem.n, source.launch
     tiles = f"ceil(elements / {launch.tile_elements})"
@@ -116,7 +116,7 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     if order := plan.problem.order if plan.problem.order > 1 else 0:
         lines += [
             f"  matrix      device address of A: y = A X H, where X [{order}, {plan.problem.length}] is a row of x;",
-            "              hadagen.operands.ENTRY_BYTES says how its entries, -1, 0 and 1, lie there",
+            "              hadagen.problem.operands.ENTRY_BYTES says how its entries, -1, 0 and 1, lie there",
         ]
     if plan.problem.transform.signed:
         lines += [
@@ -132,7 +132,7 @@ def _with(given: Mapping[str, int | str], arch: Arch) -> Arch:
 
 
 def _print_space(problem: Problem, arch: Arch, as_json: bool) -> None:
-    from hadagen.space import Space
+    from hadagen.plan.space import Space
 
     report = Space(problem, arch).report()
     if as_json:
@@ -149,9 +149,9 @@ def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> P
 
     Raises `UsageError` if no knobs are legal, with the reason why the defaults are not legal with the given values.
     """
-    from hadagen.knobs import Knobs
+    from hadagen.plan.knobs import Knobs
+    from hadagen.plan.space import Space, build_plan
     from hadagen.runtime.best import best_config
-    from hadagen.space import Space, build_plan
 
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
     default = Knobs.like(winner.knobs) if winner.knobs else next(iter(Space(problem, arch).seeds()), None)

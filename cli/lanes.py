@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, TypeVar
 from hadagen.cli.device import find_target, find_toolchain, measuring, refusal
 from hadagen.cli.output import counted, say
 from hadagen.errors import DeviceError, UsageError
-from hadagen.problem import Problem
-from hadagen.trial import Disturbed, NotTried, Outcome
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Disturbed, NotTried, Outcome
 
 if TYPE_CHECKING:
-    from hadagen.arch import Arch
     from hadagen.cli.progress import Building
+    from hadagen.compiler.toolchain import Toolchain
     from hadagen.fleet.client import Fleet
-    from hadagen.knobs import Knobs
     from hadagen.measure import Cell, Runner, Variant
-    from hadagen.toolchain import Toolchain
-    from hadagen.trial import Environment, Kernel, Trial
+    from hadagen.plan.arch import Arch
+    from hadagen.plan.knobs import Knobs
+    from hadagen.problem.trial import Environment, Kernel, Trial
     from hadagen.tuner.events import Event, Listener
     from hadagen.tuner.pipeline import Build, Work
 
@@ -132,7 +132,7 @@ class There:
 
     @cached_property
     def targets(self) -> list[tuple[Arch, Environment | None]]:
-        from hadagen.arch import load_arch
+        from hadagen.plan.arch import load_arch
 
         return [(load_arch(each.arch).narrowed(self.only), each.environment) for each in self._classes]
 
@@ -202,7 +202,7 @@ def place(
         raise UsageError("--device names a GPU of this machine, and --fleet others; leave one out")
     from hadagen.cli.progress import fleet_text
     from hadagen.fleet.client import Fleet
-    from hadagen.target import check_arch
+    from hadagen.problem.target import check_arch
 
     if arch is not None:
         check_arch(arch)

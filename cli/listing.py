@@ -14,7 +14,7 @@ from hadagen.cli.output import print_json, print_table, report_failures, say
 from hadagen.errors import StorageError
 
 if TYPE_CHECKING:
-    from hadagen.trial import Trial
+    from hadagen.problem.trial import Trial
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
     from hadagen.tuning_db.store import Store
 

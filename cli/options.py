@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hadagen.compilers import DEFAULT
+from hadagen.compiler.compilers import DEFAULT
 from hadagen.errors import StorageError, UsageError, shortened, shown
-from hadagen.formats import FORMATS, Format
-from hadagen.matrices import find_orders
 from hadagen.owners import make_folder
-from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
-from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
+from hadagen.problem.formats import FORMATS, Format
+from hadagen.problem.matrices import find_orders
+from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
+from hadagen.problem.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
 from hadagen.runtime.bundles import user_directory
 
 if TYPE_CHECKING:
-    from hadagen.trial import Environment
+    from hadagen.problem.trial import Environment
     from hadagen.tuning_db.store import Store
 
 DEFAULT_ARCH = "sm90"

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from hadagen.errors import HadagenError, printable
-from hadagen.formats import FORMATS, ROW
-from hadagen.problem import Problem
+from hadagen.problem.formats import FORMATS, ROW
+from hadagen.problem.problem import Problem
 from hadagen.report.names import format_name
 
 Item = TypeVar("Item")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli.output import clock_text, fraction_text, say
-from hadagen.regimes import REGIMES
-from hadagen.trial import Outcome
+from hadagen.problem.regimes import REGIMES
+from hadagen.problem.trial import Outcome
 from hadagen.tuner.estimate import BUILT_AT_ONCE
 from hadagen.tuner.events import (
     BatchBuilt,
@@ -32,11 +32,11 @@ from hadagen.tuner.events import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from hadagen.compiler.toolchain import BuildFailure
     from hadagen.fleet.client import FleetState
-    from hadagen.launch import Source
-    from hadagen.problem import Problem
-    from hadagen.toolchain import BuildFailure
-    from hadagen.trial import Kernel, NotTried
+    from hadagen.problem.launch import Source
+    from hadagen.problem.problem import Problem
+    from hadagen.problem.trial import Kernel, NotTried
     from hadagen.tuner.pipeline import Build
 
 LINE_SECONDS = 10.0  # between two lines of text, at least

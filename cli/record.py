@@ -14,11 +14,11 @@ from hadagen.cli.device import find_target, find_toolchain, measuring
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
-from hadagen.problem import Problem, check_tunable
-from hadagen.trial import Outcome
+from hadagen.problem.problem import Problem, check_tunable
+from hadagen.problem.trial import Outcome
 
 if TYPE_CHECKING:
-    from hadagen.arch import Arch
+    from hadagen.plan.arch import Arch
 
 # Beyond so many it would take hours; ranges are cut first.
 MOST_VARIANTS = 20_000
@@ -68,8 +68,8 @@ def record(
     same command continues a run that was interrupted.
     """
     from hadagen.cli.progress import shown
-    from hadagen.regimes import timed_elements
-    from hadagen.space import Space
+    from hadagen.plan.space import Space
+    from hadagen.problem.regimes import timed_elements
     from hadagen.tuner.record import RecordOptions, deciding_cells
     from hadagen.tuner.record import record as measure_all
 

@@ -33,13 +33,13 @@ from hadagen.cli.output import (
 )
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, StorageError, UsageError
-from hadagen.problem import Numerics, Problem, check_tunable
-from hadagen.trial import Provenance
+from hadagen.problem.problem import Numerics, Problem, check_tunable
+from hadagen.problem.trial import Provenance
 
 if TYPE_CHECKING:
-    from hadagen.arch import Arch
-    from hadagen.knobs import Knobs
-    from hadagen.trial import Environment
+    from hadagen.plan.arch import Arch
+    from hadagen.plan.knobs import Knobs
+    from hadagen.problem.trial import Environment
     from hadagen.tuner.events import TuneReport
     from hadagen.tuner.study import Scores
     from hadagen.tuning_db.store import Store
@@ -302,7 +302,7 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
     """The knobs of the winners in all bundles for the arch, the knobs that win most cells first. Winners were measured
     on any GPU, or are estimates if no winner of the problem was measured. A problem without winners gets the winners of
     its other numerics if its result is quantized, and with a matrix the winners of the most similar problem."""
-    from hadagen.knobs import Knobs
+    from hadagen.plan.knobs import Knobs
     from hadagen.runtime import bundles
     from hadagen.tuner.search import nearest_matrices
 
@@ -332,7 +332,7 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
 def _print_best(best: Mapping[Problem, Scores]) -> None:
     """A line for the problems that differ only in n, with the values that the progress of the search called best so
     far."""
-    from hadagen.regimes import LATENCY_ELEMENTS, REGIMES
+    from hadagen.problem.regimes import LATENCY_ELEMENTS, REGIMES
 
     groups: dict[tuple[str, ...], dict[int, Scores]] = {}
     for problem, scores in best.items():

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hadagen.errors import HadagenError
-from hadagen.trial import Outcome
+from hadagen.problem.trial import Outcome
 from hadagen.tuner.export import OBJECTIVE, cache_key, write_kernel_tuner_cache
 from hadagen.tuner.recording import SUFFIX, read_recording
 from hadagen.tuner.replay import Curve, Field, curve, run_searches

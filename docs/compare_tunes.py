@@ -20,8 +20,8 @@ from typing import Any
 
 from hadagen.cli.device import find_device, measuring, runnable
 from hadagen.measure import Cell, DeviceRunner, Variant
-from hadagen.problem import Problem
-from hadagen.regimes import Destination
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.table import write_table
 

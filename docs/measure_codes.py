@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import hadagen
-from hadagen import quantizer
-from hadagen.formats import ROW
-from hadagen.problem import Numerics, Problem
+from hadagen.problem.formats import ROW
+from hadagen.problem.problem import Numerics, Problem
+from hadagen.truth import quantizer
 from hadagen.tuning_db.bundle import Bundle, shipped
 
 ELEMENTS = 1 << 24

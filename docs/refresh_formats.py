@@ -9,8 +9,8 @@ import refresh_files as files
 from refresh_markdown import grid, number
 from refresh_times import read_rows, shipped_rows
 
-from hadagen.problem import Numerics, Problem
-from hadagen.regimes import timed_elements
+from hadagen.problem.problem import Numerics, Problem
+from hadagen.problem.regimes import timed_elements
 
 DTYPE, DESTINATION = "bfloat16", "out-of-place"
 # Title, elements, where the data lies before the call.

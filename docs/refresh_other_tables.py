@@ -14,8 +14,8 @@ import refresh_files as files
 from refresh_markdown import grid, number, wrapped
 from refresh_times import read_rows
 
-from hadagen.knobs import KNOBS
-from hadagen.problem import Problem, Rows
+from hadagen.plan.knobs import KNOBS
+from hadagen.problem.problem import Problem, Rows
 
 # The lengths of rows that share a line of the table of batch-invariant calls.
 INVARIANT_ROWS = ((2, 128), (256, 1024), (2048, 4096), (8192, 32768), (65536, 131072))

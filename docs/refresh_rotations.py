@@ -11,8 +11,8 @@ import refresh_files as files
 from refresh_markdown import grid, number
 from refresh_times import Cell, Times, read_rows, shipped_rows, times_of
 
-from hadagen.problem import Numerics, Problem, Transform, padded_length
-from hadagen.regimes import timed_elements
+from hadagen.problem.problem import Numerics, Problem, Transform, padded_length
+from hadagen.problem.regimes import timed_elements
 
 DTYPE, DESTINATION = "float16", "in-place"
 # Title, elements (rows · n), where the data lies before the call.

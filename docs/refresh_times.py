@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import refresh_files as files
 
-from hadagen.problem import Problem, Rows
+from hadagen.problem.problem import Problem, Rows
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.merge import selection_of
 from hadagen.tuning_db.table import print_csv

@@ -36,14 +36,14 @@ from statistics import fmean
 from threading import Event as Flag
 from typing import Any
 
-from hadagen.arch import Arch, load_arch
 from hadagen.fleet.client import DeviceClass, Fleet, FleetState
 from hadagen.fleet.station import Gpu, Station
-from hadagen.knobs import Knobs
-from hadagen.launch import LaunchSpec
 from hadagen.measure import ReplayRunner, Variant
-from hadagen.problem import Problem
-from hadagen.trial import Environment, Kernel, Trial, kernel_digest, knobs_key
+from hadagen.plan.arch import Arch, load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.problem.launch import LaunchSpec
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Environment, Kernel, Trial, kernel_digest, knobs_key
 from hadagen.tuner.events import Event, Listener, TrialFinished
 from hadagen.tuner.fleet import FleetGpus, FleetPipeline, Guesses, Summed, at_once
 from hadagen.tuner.pipeline import Ask, Keep

@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import DeviceError, HadagenError, StorageError, TensorError, UsageError
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.registration import register_with_torch
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.runtime.registration import register_with_torch
 
 # Python in a checkout finds this directory before the installed package. The other rooms are beside it.
 _beside = os.path.dirname(__path__[0])

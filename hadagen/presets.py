@@ -13,7 +13,6 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
 from hadagen.runtime.checks import check_is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -22,6 +21,7 @@ from hadagen.runtime.operands import Operands
 from hadagen.runtime.quantize import check_values, rotate_quantize
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
+from hadagen.truth import quantizer
 
 # The signs of TransformerEngine's random Hadamard transform, which are always these.
 _TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

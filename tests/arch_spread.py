@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hadagen.arch import Arch
-from hadagen.knobs import KNOB_VALUES
-from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.space import Space, build_plan
+from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import KNOB_VALUES
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
 
 F16, BF16, F32 = DType
 FAST = Numerics.FAST

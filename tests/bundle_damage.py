@@ -36,11 +36,11 @@ from sample_bundle import remake, write_trials
 from sample_trials import H100, H200, PROBLEM, make_kernel, make_timing, make_trial, times
 
 from hadagen.errors import StorageError
-from hadagen.launch import LaunchSpec
-from hadagen.problem import Transform
-from hadagen.regimes import Cache
+from hadagen.problem.launch import LaunchSpec
+from hadagen.problem.problem import Transform
+from hadagen.problem.regimes import Cache
+from hadagen.problem.trial import Trial, kernel_digest
 from hadagen.runtime.trust import accepting
-from hadagen.trial import Trial, kernel_digest
 from hadagen.tuning_db.bundle import TABLES, Accept, Bundle, accept_all, columns_of, sha256
 from hadagen.tuning_db.bundle_writer import sign_bundle
 from hadagen.tuning_db.files import MOST_BYTES, deflated

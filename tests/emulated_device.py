@@ -13,14 +13,14 @@ import pytest
 import torch
 from sample_trials import launch_for
 
-from hadagen import quantizer
-from hadagen.formats import TENSOR
-from hadagen.launch import LaunchSpec, RowShape
-from hadagen.problem import DType, Problem, Rows
-from hadagen.reference import transform
+from hadagen.problem.formats import TENSOR
+from hadagen.problem.launch import LaunchSpec, RowShape
+from hadagen.problem.problem import DType, Problem, Rows
+from hadagen.problem.scale import ScaleForm
 from hadagen.runtime import calls, kernels, streams, tables
 from hadagen.runtime.operands import packed_size, unpack_matrices
-from hadagen.scale import ScaleForm
+from hadagen.truth import quantizer
+from hadagen.truth.reference import transform
 
 # What numpy takes for an element. It has no bfloat16, of which there are only kernels that quantize.
 _ELEMENT = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32}

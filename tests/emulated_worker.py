@@ -16,13 +16,13 @@ from typing import Any
 
 from distributed import Worker
 
-from hadagen.arch import load_arch
 from hadagen.errors import DeviceError
 from hadagen.fleet import station
 from hadagen.fleet.station import Gpu, Station
 from hadagen.fleet.work import offer, withdraw
 from hadagen.measure import Cell, Variant
-from hadagen.trial import Environment, NotTried, Provenance, Trial
+from hadagen.plan.arch import load_arch
+from hadagen.problem.trial import Environment, NotTried, Provenance, Trial
 from hadagen.tuner.estimate import EstimateRunner
 
 ARCH = "sm90"

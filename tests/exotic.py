@@ -11,8 +11,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import hadagen
-from hadagen import Quantized, Rotation, matrices, presets, rotate_quantize
+from hadagen import Quantized, Rotation, presets, rotate_quantize
 from hadagen.compat import fast_hadamard_transform, hadacore, quarot, sglang
+from hadagen.problem import matrices
 
 Tensor = torch.Tensor
 ONE = torch.ones(())

@@ -12,8 +12,8 @@ from fake_search import FakeRunner
 
 from hadagen import measure
 from hadagen.measure import Answer, Cell, Choice, ChoiceResult, Comparison, Ranking, Times, Variant
-from hadagen.problem import Problem
-from hadagen.trial import Kernel, Outcome, Timing, Trial
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Kernel, Outcome, Timing, Trial
 
 
 class FakeDevice(FakeRunner):

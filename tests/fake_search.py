@@ -13,13 +13,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from hadagen.arch import Arch, load_arch
-from hadagen.launch import Source
+from hadagen.compiler.toolchain import BuildFailure
 from hadagen.measure import Variant
-from hadagen.problem import DType, Numerics, Problem
-from hadagen.regimes import Cache, Destination
-from hadagen.toolchain import BuildFailure
-from hadagen.trial import Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest
+from hadagen.plan.arch import Arch, load_arch
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import DType, Numerics, Problem
+from hadagen.problem.regimes import Cache, Destination
+from hadagen.problem.trial import Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest
 from hadagen.tuner.events import Event, TrialFinished
 from hadagen.tuner.search import TuneOptions, tune
 from hadagen.tuning_db.store import Store
@@ -164,7 +164,7 @@ processes.set_forkserver_preload(
     [
         "hadagen.tuner.search",
         "hadagen.tuning_db.store",
-        "hadagen.toolchain",
+        "hadagen.compiler.toolchain",
         "optuna",
         "optuna.storages._rdb.storage",
         "pytest",

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hadagen.arch import Arch
-from hadagen.codegen import render
-from hadagen.knobs import Knobs, plan_of
-from hadagen.launch import ENTRY, Source
+from hadagen.compiler.codegen import render
 from hadagen.measure import DeviceRunner, Variant
-from hadagen.problem import Problem
-from hadagen.trial import Kernel, Outcome, Trial, kernel_digest, knobs_key
+from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import Knobs, plan_of
+from hadagen.problem.launch import ENTRY, Source
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Kernel, Outcome, Trial, kernel_digest, knobs_key
 from hadagen.tuner.pipeline import Build
 from hadagen.tuner.search import TuneOptions, tune
 from hadagen.tuning_db.store import Store

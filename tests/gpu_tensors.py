@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hadagen import Match, Problem, best_config, driver, hadamard_transform
-from hadagen.problem import Rows, padded_length
+from hadagen import Match, Problem, best_config, hadamard_transform
+from hadagen.gpu import driver
+from hadagen.problem.problem import Rows, padded_length
 from hadagen.runtime import kernels, tables
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

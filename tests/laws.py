@@ -21,13 +21,13 @@ from itertools import product
 
 import torch
 
-from hadagen import quantizer
-from hadagen.formats import TENSOR, Element, Format
 from hadagen.measure.operands import DeviceOperands, orthogonal_matrix
 from hadagen.measure.verify import _BITS, TORCH_DTYPE, Arrangement, Launchable, Verifier, _Findings, arrangements
-from hadagen.operands import Values, verification_operands
-from hadagen.problem import LARGE, Problem
-from hadagen.reference import verification_scale
+from hadagen.problem.formats import TENSOR, Element, Format
+from hadagen.problem.operands import Values, verification_operands
+from hadagen.problem.problem import LARGE, Problem
+from hadagen.truth import quantizer
+from hadagen.truth.reference import verification_scale
 
 MOST_ROWS = 300  # of a transform; of kernels with more rows in a tile, tiles are ragged anyway
 # Errors of few values do not average out, so some elements allow more than the bound of a problem.

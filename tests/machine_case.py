@@ -9,10 +9,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from hadagen.bits import Bits
-from hadagen.emulator import EmulationReport, HostModule, compile_host
-from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, RowShape, Source
-from hadagen.problem import DType
+from hadagen.compiler.emulator import EmulationReport, HostModule, compile_host
+from hadagen.problem.bits import Bits
+from hadagen.problem.launch import PARAMS, ROW_PARAMS, LaunchSpec, RowShape, Source
+from hadagen.problem.problem import DType
 
 SHARED_BYTES = 8192
 COPY = "store16(out + 16 * t, load16(in + 16 * t));"

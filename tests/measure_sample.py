@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hadagen.launch import LaunchSpec
 from hadagen.measure import Cell
-from hadagen.problem import DType, Problem, Rows
-from hadagen.regimes import Cache, Destination
+from hadagen.problem.launch import LaunchSpec
+from hadagen.problem.problem import DType, Problem, Rows
+from hadagen.problem.regimes import Cache, Destination
 
 H100_L2 = 52428800
 PROBLEM = Problem.of(256, DType.FLOAT16)

@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import strategies as st
 from spaces import ARCH, space_of
 
-from hadagen.knobs import Knobs
-from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem
-from hadagen.space import build_plan
-from hadagen.steps.base import Step
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import build_plan
+from hadagen.plan.steps.base import Step
+from hadagen.problem.problem import DType, Numerics, Problem
 
 # float32 has one contract, and pitched rows change no step.
 KINDS = [(DType.FLOAT16, Numerics.FAST), (DType.FLOAT16, Numerics.ACCURATE), (DType.FLOAT32, Numerics.ACCURATE)]

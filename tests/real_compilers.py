@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 
-from hadagen import nvrtc
-from hadagen.compilers import COMPILERS
+from hadagen.compiler import nvrtc
+from hadagen.compiler.compilers import COMPILERS
+from hadagen.compiler.nvrtc import Nvrtc
 from hadagen.errors import NoCompilerError, ToolchainError
-from hadagen.nvrtc import Nvrtc
 
 
 def is_there(kind: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from hadagen.problem import ACCURATE_BOUND, Numerics, Problem
+from hadagen.problem.problem import ACCURATE_BOUND, Numerics, Problem
 
 
 def rounding_bound(problem: Problem) -> float:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from sample_trials import H100, PROBLEM, make_trial, times
 
-from hadagen.regimes import Destination
+from hadagen.problem.regimes import Destination
+from hadagen.problem.trial import Trial
 from hadagen.runtime import bundles
-from hadagen.trial import Trial
 from hadagen.tuning_db.bundle import OPENED, content_digest, read_rows, rows_digest, winners_of
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import WinnerCell, portfolio

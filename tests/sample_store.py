@@ -15,7 +15,7 @@ import pytest
 from postgres import PostgresServer
 
 from hadagen.errors import StorageError
-from hadagen.trial import Trial, knobs_key
+from hadagen.problem.trial import Trial, knobs_key
 from hadagen.tuning_db.store import Store
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, Param
-from hadagen.operands import MATRIX, SIGNS, params_for
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.regimes import ELEMENT_BUCKETS, Cache, Destination, element_buckets
-from hadagen.scale import ScaleForm
-from hadagen.trial import Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest, knobs_key
+from hadagen.problem.launch import PARAMS, ROW_PARAMS, LaunchSpec, Param
+from hadagen.problem.operands import MATRIX, SIGNS, params_for
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.problem.regimes import ELEMENT_BUCKETS, Cache, Destination, element_buckets
+from hadagen.problem.scale import ScaleForm
+from hadagen.problem.trial import Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest, knobs_key
 
 PROBLEM = Problem.of(256, DType.FLOAT16)
 MATRIX_PROBLEM = Problem.of(14336, DType.FLOAT16, order=28)

@@ -7,10 +7,10 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from hadagen.arch import load_arch
-from hadagen.knobs import Knobs
-from hadagen.problem import Problem
-from hadagen.space import Space
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import Space
+from hadagen.problem.problem import Problem
 
 ARCH = load_arch("sm90")
 

@@ -12,10 +12,10 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from hadagen.arch import Arch, Feature, Limits, load_arch, read_arch
 from hadagen.errors import UsageError
-from hadagen.knobs import KNOB_VALUES
-from hadagen.target import ARCH_DIRECTORY, known_archs
+from hadagen.plan.arch import Arch, Feature, Limits, load_arch, read_arch
+from hadagen.plan.knobs import KNOB_VALUES
+from hadagen.problem.target import ARCH_DIRECTORY, known_archs
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_an_arch_that_was_not_written_for_programs_without_yaml_says_how(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "archs.json").write_text("{}")
-    monkeypatch.setattr("hadagen.arch._ARCHS", tmp_path / "archs.json")
+    monkeypatch.setattr("hadagen.plan.arch._ARCHS", tmp_path / "archs.json")
     with pytest.raises(UsageError, match=r"arch sm90 is not in archs\.json yet; run make archs"):
         load_arch.__wrapped__("sm90")
 

@@ -12,12 +12,12 @@ import pytest
 from arch_spread import plans_on
 from real_compilers import nvrtc_libraries
 
-from hadagen.arch import Arch, load_arch
-from hadagen.codegen import render
-from hadagen.emulator import compile_host, verify
-from hadagen.nvrtc import CompileError, Nvrtc
-from hadagen.target import generation, known_archs
-from hadagen.toolchain import device_headers
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import compile_host, verify
+from hadagen.compiler.nvrtc import CompileError, Nvrtc
+from hadagen.compiler.toolchain import device_headers
+from hadagen.plan.arch import Arch, load_arch
+from hadagen.problem.target import generation, known_archs
 
 HOPPER = load_arch("sm90")  # which has all features
 

@@ -14,19 +14,19 @@ from running import script
 from sample_bundle import write_trials
 from sample_trials import H200, PROBLEM, make_kernel, make_trial
 
-from hadagen import compilers
-from hadagen.arch import load_arch
-from hadagen.codegen import render
-from hadagen.compilers import Nvcc, Ptxas, find_tool
-from hadagen.cubin import cuda_release, is_cubin
+from hadagen.compiler import compilers
+from hadagen.compiler.codegen import render
+from hadagen.compiler.compilers import Nvcc, Ptxas, find_tool
+from hadagen.compiler.cubin import cuda_release, is_cubin
+from hadagen.compiler.ptx_version import lowered
+from hadagen.compiler.toolchain import Toolchain, assembled
 from hadagen.errors import NoCompilerError, ToolchainError
-from hadagen.knobs import Knobs, are_known
-from hadagen.launch import ENTRY
-from hadagen.problem import Problem
-from hadagen.ptx_version import lowered
-from hadagen.space import build_plan
-from hadagen.toolchain import Toolchain, assembled
-from hadagen.trial import Kernel, kernel_digest, recipe_digest
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs, are_known
+from hadagen.plan.space import build_plan
+from hadagen.problem.launch import ENTRY
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Kernel, kernel_digest, recipe_digest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
 
 pytestmark = pytest.mark.usefixtures("machine")

@@ -22,22 +22,23 @@ from sample_bundle import hide_bundles, write_trials
 from sample_trials import H100, PROBLEM, make_kernel, make_trial, times
 
 import hadagen
-from hadagen import Match, autotuner
-from hadagen.arch import load_arch
-from hadagen.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
+from hadagen import Match
+from hadagen.compiler.programs import Stopped
 from hadagen.errors import DeviceError, DisturbedError, StorageError, ToolchainError, UsageError
-from hadagen.knobs import Knobs, plan_of
-from hadagen.launch import Source
 from hadagen.measure import DeviceRunner, Variant, all_cells
 from hadagen.measure.messages import Answer, Measure
-from hadagen.problem import Numerics, Problem, Rows
-from hadagen.programs import Stopped
-from hadagen.regimes import Destination
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs, plan_of
+from hadagen.plan.space import Space
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import Numerics, Problem, Rows
+from hadagen.problem.regimes import Destination
+from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
 from hadagen.runtime import autotune as asking
 from hadagen.runtime import bundles, kernels, tables, warmup
 from hadagen.runtime.device import Device
-from hadagen.space import Space
-from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
+from hadagen.tuner import autotuner
+from hadagen.tuner.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
 from hadagen.tuning_db import lock_file
 from hadagen.tuning_db.bundle import FORMAT, Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
@@ -475,7 +476,7 @@ def test_a_missing_package_is_named(package: str, machine: Machine, monkeypatch:
     if package == "numpy":
         monkeypatch.setattr(asking, "find_spec", lambda name: None)
     else:
-        monkeypatch.setitem(sys.modules, "hadagen.autotuner", None)
+        monkeypatch.setitem(sys.modules, "hadagen.tuner.autotuner", None)
     with pytest.raises(ToolchainError, match=f"pip install {package}"):
         hadagen.autotune(PROBLEM)
 
@@ -581,7 +582,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from sample_trials import H100, PROBLEM, make_trial
-from hadagen import autotuner
+from hadagen.tuner import autotuner
 folder = Path(sys.argv[2])
 class Measured:
     failure = ""
@@ -733,7 +734,7 @@ def test_with_a_compiler_and_a_measuring_process(tmp_path: Path, monkeypatch: py
 def test_it_imports_nothing_of_the_tuner() -> None:
     program = """
 import sys
-import hadagen.runtime.autotune, hadagen.autotuner
+import hadagen.runtime.autotune, hadagen.tuner.autotuner
 from hadagen.measure.runner import _device_service
 import hadagen.measure.service
 print(sorted({name.partition(".")[0] for name in sys.modules} & {

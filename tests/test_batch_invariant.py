@@ -21,23 +21,23 @@ from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_trial, 
 from test_quantizing_kernels import emulated
 
 from hadagen import hadamard_transform, rotate_quantize, warmup
-from hadagen.arch import load_arch
-from hadagen.bits import encode
-from hadagen.codegen import render
-from hadagen.emulator import compile_host
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import compile_host
 from hadagen.errors import DeviceError, UsageError
-from hadagen.knobs import Knobs
-from hadagen.launch import LaunchSpec
-from hadagen.operands import params_for
-from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.regimes import Destination
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.bits import encode
+from hadagen.problem.launch import LaunchSpec
+from hadagen.problem.operands import params_for
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.problem.regimes import Destination
+from hadagen.problem.trial import Trial
 from hadagen.runtime import best, bundles, compute, kernels, quantize, tables
 from hadagen.runtime.best import best_config
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
-from hadagen.space import Space, build_plan
-from hadagen.trial import Trial
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import merge_bundles

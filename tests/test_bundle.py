@@ -36,15 +36,15 @@ from sample_trials import (
     times,
 )
 
-from hadagen.arch import load_arch
 from hadagen.errors import StorageError, UsageError
-from hadagen.knobs import Knobs, are_known
-from hadagen.operands import params_for
-from hadagen.problem import DType, Problem, Rows, Transform
-from hadagen.regimes import Cache, Destination, element_buckets
-from hadagen.scale import ScaleForm
-from hadagen.space import build_plan
-from hadagen.trial import Environment, Kernel, Provenance, Trial
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs, are_known
+from hadagen.plan.space import build_plan
+from hadagen.problem.operands import params_for
+from hadagen.problem.problem import DType, Problem, Rows, Transform
+from hadagen.problem.regimes import Cache, Destination, element_buckets
+from hadagen.problem.scale import ScaleForm
+from hadagen.problem.trial import Environment, Kernel, Provenance, Trial
 from hadagen.tuning_db.atomic_file import atomic_file, unwritable
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadagen import cache as cache_module
-from hadagen.cache import FILES, KernelCache, cache_key, cache_root, open_cache, private_root
+from hadagen.compiler import cache as cache_module
+from hadagen.compiler.cache import FILES, KernelCache, cache_key, cache_root, open_cache, private_root
 from hadagen.errors import StorageError
 
 INPUTS: dict[str, Any] = {
@@ -147,7 +147,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(cache: KernelCache) -
     with cache.workspace() as ours:
         (ours / "inner").mkdir()
         killed = (
-            "import os, sys, pathlib, hadagen.cache as c\n"
+            "import os, sys, pathlib, hadagen.compiler.cache as c\n"
             "with c.KernelCache(pathlib.Path(sys.argv[1])).workspace() as folder:\n"
             "    (folder / 'inner').mkdir()\n"
             "    os.kill(os.getpid(), 9)"

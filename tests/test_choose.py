@@ -25,12 +25,12 @@ from sample_trials import H100, LAUNCH, PROBLEM, make_trial
 import hadagen
 from hadagen import Rotation
 from hadagen.errors import StorageError, UsageError
-from hadagen.problem import DType, Numerics, Problem, Rows, Transform
-from hadagen.regimes import Cache, Destination, element_buckets, nearest
+from hadagen.problem.problem import DType, Numerics, Problem, Rows, Transform
+from hadagen.problem.regimes import Cache, Destination, element_buckets, nearest
+from hadagen.problem.trial import Environment, Provenance
 from hadagen.runtime import bundles
 from hadagen.runtime.choose import Match, choose_from_bundles, entries_by_size, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_index
-from hadagen.trial import Environment, Provenance
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 HERE = Device("sm90", "NVIDIA H100 80GB HBM3")

@@ -17,9 +17,9 @@ from fake_search import TRIALS, FakeRunner, exit_codes, options, problems, searc
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hadagen.knobs import KNOB_NAMES
-from hadagen.regimes import REGIMES
-from hadagen.trial import Trial, knobs_key
+from hadagen.plan.knobs import KNOB_NAMES
+from hadagen.problem.regimes import REGIMES
+from hadagen.problem.trial import Trial, knobs_key
 from hadagen.tuner import mirror
 from hadagen.tuner.events import Event, TrialFinished
 from hadagen.tuner.mirror import Mirror

@@ -18,8 +18,8 @@ from hadagen.cli import options
 from hadagen.cli.main import MOVED, main
 from hadagen.cli.output import print_table
 from hadagen.cli.sentences import TUNE_PACKAGES
-from hadagen.problem import Problem, Transform
-from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
+from hadagen.problem.problem import Problem, Transform
+from hadagen.problem.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
 
 pytestmark = pytest.mark.usefixtures("machine")
 

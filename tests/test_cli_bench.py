@@ -18,14 +18,14 @@ from sample_bundle import write_trials
 from sample_trials import MATRIX_PROBLEM, PROBLEM, make_kernel, make_trial, times
 
 from hadagen.cli import device, options
+from hadagen.compiler.toolchain import BuildFailure, Toolchain
 from hadagen.errors import DeviceError, ToolchainError
-from hadagen.launch import Source
 from hadagen.measure import Answer, Cell, Choice, ChoiceResult, Ranking, Variant
-from hadagen.problem import DType, Numerics, Problem, Transform
-from hadagen.regimes import Destination
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import DType, Numerics, Problem, Transform
+from hadagen.problem.regimes import Destination
+from hadagen.problem.trial import Outcome
 from hadagen.runtime.bundles import VARIABLE
-from hadagen.toolchain import BuildFailure, Toolchain
-from hadagen.trial import Outcome
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio
 

@@ -18,9 +18,9 @@ from sample_trials import H100, make_trial, times
 from signing_keys import make_key
 
 from hadagen.cli import bench, between, options
-from hadagen.problem import DType, Problem
+from hadagen.problem.problem import DType, Problem
+from hadagen.problem.trial import Environment, Outcome, Provenance
 from hadagen.runtime.bundles import VARIABLE, user_directory
-from hadagen.trial import Environment, Outcome, Provenance
 from hadagen.tuning_db import table
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.signatures import public_keys

@@ -15,7 +15,7 @@ from sample_bundle import write_trials
 from sample_trials import H200, make_kernel, make_trial
 
 from hadagen.cli import doctor, options
-from hadagen.gpu_class import class_name
+from hadagen.gpu.gpu_class import class_name
 from hadagen.runtime.device import Device
 from hadagen.tuning_db.bundle import Bundle
 
@@ -71,9 +71,9 @@ def test_the_doctor_shows_the_state_of_a_gpu(
 ) -> None:
     bindings = SimpleNamespace(cuDeviceGetCount=lambda: (0, 1), cuDriverGetVersion=lambda: (0, 13000))
     environment = replace(H200, gpu=class_name("NVIDIA H200", 0, gpu))
-    monkeypatch.setattr("hadagen.driver.bindings", lambda: bindings)
+    monkeypatch.setattr("hadagen.gpu.driver.bindings", lambda: bindings)
     monkeypatch.setattr("hadagen.measure.device_environment", lambda index: environment)
-    monkeypatch.setattr("hadagen.gpu_class.nvml_gpu", lambda index: gpu)
+    monkeypatch.setattr("hadagen.gpu.gpu_class.nvml_gpu", lambda index: gpu)
     monkeypatch.setattr("hadagen.measure.monitor._SAMPLE_S", 0.0)
     assert doctor._checked("gpu state", doctor.CHECKS["gpu state"]) == doctor.Check("gpu state", state, says)
 
@@ -118,7 +118,7 @@ def test_the_doctor_tries_nvrtc_without_the_tune_extra(monkeypatch: pytest.Monke
 
 
 def test_the_doctor_finds_an_emulator_that_computes_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hadagen.emulator.verify", lambda *_: {"normal": 1e-4, "large": 0.5})
+    monkeypatch.setattr("hadagen.compiler.emulator.verify", lambda *_: {"normal": 1e-4, "large": 0.5})
     result = run("doctor", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -137,7 +137,7 @@ def test_the_doctor_says_which_driver_loads_a_bundle(
     path.parent.mkdir(parents=True)
     bundle = Bundle.open(write_trials(path, [make_trial(kernel=make_kernel(cubin))]))
     assert f"its cubins load from driver {oldest} on" in succeed("doctor")
-    monkeypatch.setattr("hadagen.driver.bindings", lambda: SimpleNamespace(cuDriverGetVersion=lambda: (0, 12080)))
+    monkeypatch.setattr("hadagen.gpu.driver.bindings", lambda: SimpleNamespace(cuDriverGetVersion=lambda: (0, 12080)))
     said = {12: [], 13: ["their cubins need a driver of CUDA 13, and this one is of CUDA 12"]}
     assert doctor._lacking_code(list(bundle.all_entries()), [bundle], Device("sm90")) == said[release]
 

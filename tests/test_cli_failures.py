@@ -25,9 +25,10 @@ from sample_bundle import change, write_sample, write_trials
 from sample_trials import H100, PROBLEM, make_kernel, make_trial
 
 import hadagen
-from hadagen import compilers, measure, nvrtc
+from hadagen import measure
 from hadagen.cli import options
 from hadagen.cli.output import report_failures
+from hadagen.compiler import compilers, nvrtc
 from hadagen.errors import DeviceError, HadagenError, NoCompilerError, StorageError, printable
 from hadagen.runtime import bundles
 from hadagen.runtime.bundles import VARIABLE

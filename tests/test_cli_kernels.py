@@ -18,19 +18,19 @@ from sample_bundle import write_sample, write_trials
 from sample_trials import H100, make_trial, times
 from test_recipes import forbid_work, recipe_of
 
-from hadagen import recipes, toolchain
-from hadagen.arch import load_arch
 from hadagen.cli import emit
-from hadagen.launch import ENTRY, LaunchSpec, Source
-from hadagen.operands import params_for
-from hadagen.problem import DType, Problem
-from hadagen.recipes import Recipe, image_of
-from hadagen.regimes import Destination
+from hadagen.compiler import recipes, toolchain
+from hadagen.compiler.recipes import Recipe, image_of
+from hadagen.compiler.toolchain import Toolchain
+from hadagen.plan.arch import load_arch
+from hadagen.problem.launch import ENTRY, LaunchSpec, Source
+from hadagen.problem.operands import params_for
+from hadagen.problem.problem import DType, Problem
+from hadagen.problem.regimes import Destination
+from hadagen.problem.target import known_archs
+from hadagen.problem.trial import Environment, Kernel, Provenance, recipe_digest
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.runtime.device import Device
-from hadagen.target import known_archs
-from hadagen.toolchain import Toolchain
-from hadagen.trial import Environment, Kernel, Provenance, recipe_digest
 from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio
@@ -299,7 +299,7 @@ def test_what_cannot_be_compiled_or_used_is_said(
 @needs_nvrtc
 def test_a_recipe_that_fails_is_said_and_the_others_are_kept(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "hadagen.recipes.compile_all", lambda found, target, jobs: [recipes.ToolchainError("of no use")]
+        "hadagen.compiler.recipes.compile_all", lambda found, target, jobs: [recipes.ToolchainError("of no use")]
     )
     result = run(*COMPILE)
     assert (result.exit_code, result.stderr) == (1, "hadagen: of no use\n")

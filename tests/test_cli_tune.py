@@ -24,15 +24,15 @@ from sample_store import recorded
 from sample_trials import H100, H200, PROBLEM, in_clusters, launch_for, make_kernel, make_trial, times
 
 from hadagen import measure
-from hadagen.arch import load_arch
 from hadagen.cli import lanes, options, progress, tune
 from hadagen.cli.output import clock_text, problem_cells
 from hadagen.cli.progress import State, best_so_far, in_parts, shown
 from hadagen.measure import Answer, Variant
-from hadagen.problem import DType, Numerics, Problem, Rows, Transform
-from hadagen.regimes import REGIMES, destinations, element_buckets
+from hadagen.plan.arch import load_arch
+from hadagen.problem.problem import DType, Numerics, Problem, Rows, Transform
+from hadagen.problem.regimes import REGIMES, destinations, element_buckets
+from hadagen.problem.trial import Disturbed, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.runtime.bundles import VARIABLE, why_unused
-from hadagen.trial import Disturbed, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.tuner import search as tuning
 from hadagen.tuner.estimate import BUILT_AT_ONCE
 from hadagen.tuner.events import (
@@ -248,7 +248,7 @@ SLOW_TUNE = """
 import sys, time
 from fake_search import FakeRunner, build, options
 from hadagen.tuner import search as tuning
-from hadagen.arch import load_arch
+from hadagen.plan.arch import load_arch
 from hadagen.cli import tune
 from hadagen.cli.main import main
 class SlowRunner(FakeRunner):

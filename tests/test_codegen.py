@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from spaces import ARCH, draw
 
-from hadagen.codegen import render
-from hadagen.emulator import host_texts
-from hadagen.knobs import Knobs
-from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.scale import ScaleForm
-from hadagen.space import build_plan
-from hadagen.steps.base import PACKED
-from hadagen.steps.conversions import Correct, Scale
-from hadagen.steps.transforms import NORMALIZER, Gather, Mma
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import host_texts
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import build_plan
+from hadagen.plan.steps.base import PACKED
+from hadagen.plan.steps.conversions import Correct, Scale
+from hadagen.plan.steps.transforms import NORMALIZER, Gather, Mma
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.problem.scale import ScaleForm
 
 
 def sample() -> list[Plan]:

@@ -15,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measure_sample import ALL_PROBLEMS
 
-from hadagen.driver import DoesNotFit
 from hadagen.errors import DeviceError, UsageError
-from hadagen.launch import LaunchSpec
+from hadagen.gpu.driver import DoesNotFit
 from hadagen.measure import Cell, Choice, DeviceRunner, Variant, comparing, peer, rows_between
 from hadagen.measure.cells import Traffic
 from hadagen.measure.messages import Answer, ChoiceResult, Compare, Comparison, Rank, Ranking, Times
 from hadagen.measure.operands import Orthonormal
 from hadagen.measure.timing import Sample, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.regimes import Cache, Destination, element_buckets, timed_rows
+from hadagen.problem.launch import LaunchSpec
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.problem.regimes import Cache, Destination, element_buckets, timed_rows
+from hadagen.problem.trial import Environment, Kernel, Outcome
 from hadagen.runtime import fallback
-from hadagen.trial import Environment, Kernel, Outcome
 
 L2 = 50 << 20
 PROBLEM = Problem.of(256, DType.FLOAT16)

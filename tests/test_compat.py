@@ -15,7 +15,7 @@ from test_runtime import error, normal
 from hadagen.compat import fast_hadamard_transform as fast
 from hadagen.compat import hadacore, quarot, sglang
 from hadagen.errors import TensorError, UsageError
-from hadagen.matrices import find_matrix
+from hadagen.problem.matrices import find_matrix
 
 # Largest relative error where few elements are compared: one rounding costs at most 2^-11 (float16) or 2^-8 (bfloat16).
 BOUNDS = {torch.float16: 4.9e-4, torch.bfloat16: 3.9e-3, torch.float32: 3e-7, torch.float64: 1e-15}

@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from spaces import ARCH as SM90
 from spaces import seeds_of
 
-from hadagen import emulator
-from hadagen.arch import load_arch
-from hadagen.costmodel import MODEL_ERROR, Estimate, copy_us, costs_of
-from hadagen.emulator import verification_rows
-from hadagen.knobs import Knobs, are_known, plan_of
-from hadagen.launch import LaunchSpec, RowShape, Source
-from hadagen.layout import CHUNK_BITS
+from hadagen.compiler import emulator
+from hadagen.compiler.emulator import verification_rows
 from hadagen.measure import Cell, Variant, all_cells
-from hadagen.operands import verification_operands
-from hadagen.plan import Plan
-from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem, Rows
-from hadagen.reference import INPUT_CLASSES, input_classes
-from hadagen.regimes import ELEMENT_BUCKETS, REGIMES, Cache, Destination, element_buckets
-from hadagen.space import Space, build_plan
-from hadagen.steps.base import Cost
-from hadagen.steps.exchanges import Exchange
-from hadagen.trial import Kernel, Outcome, Provenance, Trial
+from hadagen.plan.arch import load_arch
+from hadagen.plan.costmodel import MODEL_ERROR, Estimate, copy_us, costs_of
+from hadagen.plan.knobs import Knobs, are_known, plan_of
+from hadagen.plan.layout import CHUNK_BITS
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import Space, build_plan
+from hadagen.plan.steps.base import Cost
+from hadagen.plan.steps.exchanges import Exchange
+from hadagen.problem.launch import LaunchSpec, RowShape, Source
+from hadagen.problem.operands import verification_operands
+from hadagen.problem.problem import ROUNDING_ERROR, DType, Numerics, Problem, Rows
+from hadagen.problem.regimes import ELEMENT_BUCKETS, REGIMES, Cache, Destination, element_buckets
+from hadagen.problem.trial import Kernel, Outcome, Provenance, Trial
+from hadagen.truth.reference import INPUT_CLASSES, input_classes
 from hadagen.tuner import estimate
 from hadagen.tuner.estimate import EstimateRunner, shortlist
 from hadagen.tuner.study import scores

@@ -36,13 +36,13 @@ from sample_bundle import write_trials
 from sample_trials import H100, H200, make_timing, make_trial
 
 from hadagen.cli.main import main
-from hadagen.matrices import auto_orders
 from hadagen.measure import Cell, Variant
 from hadagen.measure.watch import SILENCE_S
-from hadagen.problem import Problem
-from hadagen.regimes import Destination, timed_elements
+from hadagen.problem.matrices import auto_orders
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination, timed_elements
+from hadagen.problem.trial import Trial
 from hadagen.runtime import bundles
-from hadagen.trial import Trial
 from hadagen.tuning_db.bundle import Bundle
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from real_compilers import needs_nvcc
 
-from hadagen import driver, libcuda
-from hadagen.compilers import find_tool
-from hadagen.driver import DoesNotFit, DriverError
+from hadagen.compiler.compilers import find_tool
 from hadagen.errors import DeviceError
-from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, Param, RowShape
+from hadagen.gpu import driver, libcuda
+from hadagen.gpu.driver import DoesNotFit, DriverError
 from hadagen.measure.cells import Traffic
 from hadagen.measure.environment import device_environment
 from hadagen.measure.timing import LaunchGraph, Work
-from hadagen.regimes import Cache, Destination
+from hadagen.problem.launch import PARAMS, ROW_PARAMS, LaunchSpec, Param, RowShape
+from hadagen.problem.regimes import Cache, Destination
 
 
 class CUresult(IntEnum):
@@ -379,7 +379,7 @@ def memory(stand_in: Path) -> ctypes.CDLL:
 
 @pytest.fixture
 def bound(stand_in: Path, memory: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The stand-in's functions, which `hadagen.driver` calls."""
+    """The stand-in's functions, which `hadagen.gpu.driver` calls."""
     functions = libcuda.open_library(str(stand_in))
     monkeypatch.setattr(libcuda, "open_library", lambda: functions)
     monkeypatch.setattr(driver, "bindings", driver.bindings.__wrapped__)

@@ -16,16 +16,16 @@ from rounding import rounding_bound
 from slow import cases_of
 from spaces import ARCH, draw, families, seeds_of
 
-from hadagen.bits import decode, encode
-from hadagen.codegen import render
-from hadagen.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
-from hadagen.knobs import KNOB_NAMES, Knobs, plan_of
-from hadagen.launch import LaunchSpec, RowShape, Source
-from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.reference import INPUT_CLASSES, hadamard
-from hadagen.space import build_plan
-from hadagen.steps.transforms import Mma
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
+from hadagen.plan.knobs import KNOB_NAMES, Knobs, plan_of
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import build_plan
+from hadagen.plan.steps.transforms import Mma
+from hadagen.problem.bits import decode, encode
+from hadagen.problem.launch import LaunchSpec, RowShape, Source
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.truth.reference import INPUT_CLASSES, hadamard
 
 PROBLEMS = list(
     dict.fromkeys(

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-import hadagen.driver
-import hadagen.emulator
+import hadagen.compiler.emulator
+import hadagen.gpu.driver
 import hadagen.tuner  # noqa: F401  so that all classes of errors are there
 from hadagen.errors import HadagenError, choice, shown
-from hadagen.formats import FORMATS
+from hadagen.problem.formats import FORMATS
 
 
 def kinds(base: type[HadagenError] = HadagenError) -> Iterator[type[HadagenError]]:

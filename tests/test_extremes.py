@@ -10,17 +10,17 @@ import pytest
 from slow import cases_of
 from spaces import ARCH, draw
 
-from hadagen.bits import Bits, decode, encode
-from hadagen.codegen import render
-from hadagen.emulator import HostModule, compile_host, verification_rows
-from hadagen.knobs import wide_range
-from hadagen.launch import Source
-from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem
-from hadagen.reference import hadamard
-from hadagen.space import build_plan
-from hadagen.steps.base import FP16
-from hadagen.steps.transforms import PARTS, Mma
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import HostModule, compile_host, verification_rows
+from hadagen.plan.knobs import wide_range
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import build_plan
+from hadagen.plan.steps.base import FP16
+from hadagen.plan.steps.transforms import PARTS, Mma
+from hadagen.problem.bits import Bits, decode, encode
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import DType, Numerics, Problem
+from hadagen.truth.reference import hadamard
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fleet_cluster import Cluster, end
 from postgres import PostgresServer
 from sample_store import assert_each_once
 
-from hadagen.trial import knobs_key
+from hadagen.problem.trial import knobs_key
 from hadagen.tuning_db.store import Store
 
 # A tune that gives up a worker sooner when it is silent.

@@ -6,14 +6,14 @@ import pytest
 import torch
 from arch_spread import plans_on
 
-from hadagen import driver
-from hadagen.arch import load_arch
-from hadagen.codegen import render
+from hadagen.compiler.codegen import render
+from hadagen.compiler.nvrtc import Nvrtc
+from hadagen.compiler.toolchain import device_headers
+from hadagen.gpu import driver
 from hadagen.measure.verify import Verifier
-from hadagen.nvrtc import Nvrtc
-from hadagen.target import generation, known_archs
-from hadagen.toolchain import device_headers
-from hadagen.trial import Outcome
+from hadagen.plan.arch import load_arch
+from hadagen.problem.target import generation, known_archs
+from hadagen.problem.trial import Outcome
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from command_line import run, succeed
 from sample_bundle import hide_bundles
 
 from hadagen.cli import options
-from hadagen.problem import DType, Problem
-from hadagen.regimes import Destination, element_buckets
+from hadagen.problem.problem import DType, Problem
+from hadagen.problem.regimes import Destination, element_buckets
 from hadagen.tuner.recording import read_recording
 from hadagen.tuning_db.bundle import Bundle
 

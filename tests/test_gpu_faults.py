@@ -15,13 +15,13 @@ import pytest
 from faulty_tune import FAULTS, FaultyTune, broken_kernel, broken_source
 from real_compilers import needs_compiler
 
-from hadagen.arch import load_arch
-from hadagen.launch import Source
+from hadagen.compiler.toolchain import Toolchain
 from hadagen.measure import DeviceRunner, copy_sources
-from hadagen.problem import Problem
+from hadagen.plan.arch import load_arch
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Kernel, Outcome
 from hadagen.runtime.device import cuda_device
-from hadagen.toolchain import Toolchain
-from hadagen.trial import Kernel, Outcome
 
 pytestmark = [pytest.mark.gpu, needs_compiler]
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 from real_compilers import needs_compiler
 
-from hadagen import driver
-from hadagen.arch import load_arch
-from hadagen.bits import Bits, decode, encode
-from hadagen.codegen import render
-from hadagen.emulator import compile_host
-from hadagen.knobs import Knobs
-from hadagen.launch import Source
-from hadagen.plan import Plan
-from hadagen.problem import DType, Problem
-from hadagen.reference import hadamard, input_classes, relative_error, verification_scale
-from hadagen.space import build_plan
-from hadagen.toolchain import Toolchain
-from hadagen.trial import Kernel
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import compile_host
+from hadagen.compiler.toolchain import Toolchain
+from hadagen.gpu import driver
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import build_plan
+from hadagen.problem.bits import Bits, decode, encode
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import DType, Problem
+from hadagen.problem.trial import Kernel
+from hadagen.truth.reference import hadamard, input_classes, relative_error, verification_scale
 
 pytestmark = [pytest.mark.gpu, needs_compiler]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from laws import broken_laws
 
-from hadagen import driver
-from hadagen.driver import DoesNotFit
+from hadagen.gpu import driver
+from hadagen.gpu.driver import DoesNotFit
+from hadagen.problem.trial import Kernel
 from hadagen.runtime.device import cuda_device
-from hadagen.trial import Kernel
 from hadagen.tuning_db.bundle import Bundle
 
 pytestmark = pytest.mark.gpu

@@ -10,18 +10,18 @@ import pytest
 import stand_in_peers
 from real_compilers import needs_compiler
 
-from hadagen.arch import load_arch
-from hadagen.codegen import render
-from hadagen.knobs import Knobs
-from hadagen.launch import LaunchSpec, Source
+from hadagen.compiler.codegen import render
+from hadagen.compiler.toolchain import Toolchain
 from hadagen.measure import Cell, Choice, DeviceRunner, Variant, all_cells, copy_sources, device_environment
-from hadagen.problem import DType, Problem, Rows
-from hadagen.reference import INPUT_CLASSES
-from hadagen.regimes import Cache, Destination, buffer_bytes
-from hadagen.space import Space, build_plan
-from hadagen.target import model_of
-from hadagen.toolchain import Toolchain
-from hadagen.trial import Kernel, Outcome, Trial
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.launch import LaunchSpec, Source
+from hadagen.problem.problem import DType, Problem, Rows
+from hadagen.problem.regimes import Cache, Destination, buffer_bytes
+from hadagen.problem.target import model_of
+from hadagen.problem.trial import Kernel, Outcome, Trial
+from hadagen.truth.reference import INPUT_CLASSES
 
 pytestmark = [pytest.mark.gpu, needs_compiler]
 

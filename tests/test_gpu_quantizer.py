@@ -11,12 +11,13 @@ import torch
 from test_quantizer import ALL, TYPES, chosen, given, hard_rows
 from test_rotation import some_signs
 
-from hadagen import Rotation, presets, quantizer, rotate_quantize
-from hadagen.formats import FORMATS, KERNEL_LAYOUTS, TENSOR, Element, Format, Layout
-from hadagen.quantizer import quantize
-from hadagen.reference import hadamard
+from hadagen import Rotation, presets, rotate_quantize
+from hadagen.problem.formats import FORMATS, KERNEL_LAYOUTS, TENSOR, Element, Format, Layout
 from hadagen.runtime import tables
 from hadagen.runtime.quantized import Quantized
+from hadagen.truth import quantizer
+from hadagen.truth.quantizer import quantize
+from hadagen.truth.reference import hadamard
 
 pytestmark = pytest.mark.gpu
 

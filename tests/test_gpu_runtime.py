@@ -22,9 +22,10 @@ from gpu_tensors import (
 from test_runtime import VIEWS, expected
 
 import hadagen
-from hadagen import Match, Problem, best_config, driver, hadamard_transform
-from hadagen.problem import Rows, padded_length
-from hadagen.regimes import Destination
+from hadagen import Match, Problem, best_config, hadamard_transform
+from hadagen.gpu import driver
+from hadagen.problem.problem import Rows, padded_length
+from hadagen.problem.regimes import Destination
 from hadagen.runtime import bundles, kernels, streams
 from hadagen.runtime.choose import choose_from_bundles
 from hadagen.runtime.device import find_device

@@ -11,7 +11,8 @@ from gpu_tensors import assert_good, error, kernels_for_this_gpu, normal, nothin
 from test_runtime import padded
 
 import hadagen
-from hadagen import driver, hadamard_transform
+from hadagen import hadamard_transform
+from hadagen.gpu import driver
 from hadagen.runtime import bundles
 
 __all__ = ["kernels_for_this_gpu", "nothing_loaded"]  # fixtures

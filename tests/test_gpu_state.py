@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import pytest
 from test_gpu_measure import Bench, bench
 
-from hadagen.gpu_class import class_name, memory_of, nvml_gpu
+from hadagen.gpu.gpu_class import class_name, memory_of, nvml_gpu
 from hadagen.measure import DeviceRunner, device_environment
 from hadagen.measure.monitor import state_text
+from hadagen.problem.target import model_of
+from hadagen.problem.trial import Disturbed, Outcome, Trial
 from hadagen.runtime.device import cuda_device
-from hadagen.target import model_of
-from hadagen.trial import Disturbed, Outcome, Trial
 
 __all__ = ["bench"]  # fixture
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ while True:
 LOOKING = """
 import json, sys, time
 import torch
-from hadagen.gpu_class import nvml_gpu
+from hadagen.gpu.gpu_class import nvml_gpu
 from hadagen.measure import device_environment
 from hadagen.measure.monitor import Monitor, state_text
 gpu = nvml_gpu(0)

@@ -18,18 +18,19 @@ from sample_trials import H100, H200, PROBLEM, launch_for, make_kernel, make_tri
 from test_runtime_kernels import Loader, find, loader
 
 import hadagen
-from hadagen import Match, UsageError, recipes
-from hadagen.arch import load_arch
+from hadagen import Match, UsageError
+from hadagen.compiler import recipes
 from hadagen.errors import ToolchainError
-from hadagen.knobs import Knobs
-from hadagen.problem import Problem
-from hadagen.regimes import Destination
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import build_plan
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination
+from hadagen.problem.trial import Provenance, Trial, recipe_digest
 from hadagen.runtime import autotune, bundles, kernels, loading, tables
 from hadagen.runtime.choose import choose_from_bundles, is_settled
 from hadagen.runtime.device import Device
 from hadagen.runtime.guesses import nearest_problems
-from hadagen.space import build_plan
-from hadagen.trial import Provenance, Trial, recipe_digest
 from hadagen.tuning_db.winners import WinnerCell
 
 __all__ = ["loader"]  # a fixture
@@ -248,12 +249,12 @@ def test_where_nothing_can_be_written_pytorch_does_it(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(recipes, "_roots", [])
-    monkeypatch.setattr("hadagen.cache._private", [])
-    monkeypatch.setattr("hadagen.cache._IN_MEMORY", str(tmp_path / "missing"))
+    monkeypatch.setattr("hadagen.compiler.cache._private", [])
+    monkeypatch.setattr("hadagen.compiler.cache._IN_MEMORY", str(tmp_path / "missing"))
     monkeypatch.setattr("tempfile.gettempdir", refuse)
     monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "cache"))
     if place == "read-only":
-        monkeypatch.setattr("hadagen.cache.make_folder", unwritable)
+        monkeypatch.setattr("hadagen.compiler.cache.make_folder", unwritable)
     else:
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache").chmod(0o777)
@@ -267,7 +268,7 @@ def test_where_nothing_can_be_written_pytorch_does_it(
 
 def test_without_a_generator_pytorch_does_it(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes.closest_recipe.cache_clear()
-    monkeypatch.setitem(sys.modules, "hadagen.space", None)
+    monkeypatch.setitem(sys.modules, "hadagen.plan.space", None)
     with pytest.warns(RuntimeWarning, match=f"no kernel is made for {SIGNED.key}: kernels cannot be generated .*numpy"):
         assert find(problem=SIGNED) is None
     with warnings.catch_warnings():

@@ -14,9 +14,9 @@ import pytest
 from machine_case import COPY, Case
 from running import script
 
-from hadagen import emulator, programs
-from hadagen.cache import KernelCache
-from hadagen.emulator import LIBRARY, HostCompileError, HostCompilerDied, compile_host, host_texts
+from hadagen.compiler import emulator, programs
+from hadagen.compiler.cache import KernelCache
+from hadagen.compiler.emulator import LIBRARY, HostCompileError, HostCompilerDied, compile_host, host_texts
 from hadagen.errors import StorageError, ToolchainError
 
 TEMPLATES = Path(__file__).parent.parent / "templates"

@@ -12,67 +12,37 @@ from typing import NamedTuple
 
 import pytest
 
+from hadagen.compiler.recipes import GENERATOR
+
 # A row is a module, or a package with all its modules. It may import itself, the rooms named, which all stand above it
 # (`*`: every room above), the packages named last, and the standard library. `__init__` is `hadagen` itself.
 TABLE = """
-    room             | may import                                          | and of other packages
-    -----------------+-----------------------------------------------------+----------------------
-    errors           |                                                     |
-    owners           |                                                     |
-    formats          | errors                                              |
-    quantizer        | formats                                             | torch
-    problem          | formats errors                                      |
-    scale            |                                                     |
-    matrices         | errors                                              |
-    launch           | scale errors                                        |
-    bits             | problem                                             | numpy
-    operands         | launch problem formats quantizer bits errors        | numpy torch
-    regimes          | operands problem launch                             |
-    accuracy         | quantizer problem formats                           | torch
-    trial            | regimes problem launch                              |
-    target           | errors                                              |
-    layout           |                                                     |
-    steps            | operands layout problem formats scale launch                 | numpy
-    plan             | steps layout problem launch errors                  |
-    knobs            | operands plan steps layout problem formats errors            |
-    arch             | knobs target errors                                 | pydantic yaml
-    legality         | knobs steps layout arch problem                     |
-    matrix_legality  | legality knobs steps layout problem                 |
-    space            | matrix_legality legality knobs plan steps layout arch problem errors |
-    templates        |                                                     |
-    codegen          | plan steps layout launch problem                       | jinja2
-    reference        | operands bits problem                                 | numpy
-    cache            | owners errors                                       |
-    programs         | errors                                              |
-    nvrtc_calls      |                                                     |
-    nvrtc            | nvrtc_calls errors                                  |
-    ptx_version      |                                                     |
-    cubin            |                                                     |
-    compilers        | nvrtc nvrtc_calls programs errors                   |
-    toolchain        | cache programs compilers cubin ptx_version templates arch trial launch errors |
-    recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs target trial launch problem errors |
-    emulator         | operands cache programs templates reference bits accuracy quantizer launch problem errors | numpy torch
-    libcuda          | errors                                              |
-    libnvml          |                                                     |
-    driver           | libcuda libnvml launch errors                       |
-    gpu_class        | driver libnvml errors                               |
-    tuning_db.files  |                                                     |
-    tuning_db.signatures | errors                                          | cryptography
-    tuning_db.bundle | operands tuning_db.files tuning_db.signatures trial regimes problem launch target errors |
-    tuning_db        | tuning_db.files tuning_db.signatures tuning_db.bundle owners ptx_version trial regimes problem launch target errors | sqlalchemy alembic
-    measure          | operands accuracy gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
-    autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
-    runtime          | accuracy operands quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
-    compat           | runtime problem matrices errors                             | torch
-    presets          | quantizer runtime errors                                              | torch
-    registration     |                                                     |
-    __init__         | registration runtime problem errors                 |
-    report           | knobs tuning_db.bundle tuning_db trial regimes problem formats errors |
-    report.drawing   | report trial regimes errors                         | bokeh jinja2
-    costmodel        | arch plan steps regimes                             |
-    fleet            | measure gpu_class toolchain cache owners codegen knobs arch target trial problem errors | distributed tornado
-    tuner            | *                                                   | optuna sqlalchemy
-    cli              | *                                                   | click rich torch
+    room                 | may import                                                | and of other packages
+    ---------------------+-----------------------------------------------------------+--------------------------
+    errors               |                                                           |
+    owners               |                                                           |
+    problem              | errors                                                    | numpy torch
+    truth                | problem                                                   | numpy torch
+    plan                 | problem errors                                            | numpy pydantic yaml
+    templates            |                                                           |
+    compiler             | templates plan truth problem owners errors                | jinja2 numpy torch
+    gpu                  | problem errors                                            |
+    tuning_db.files      |                                                           |
+    tuning_db.signatures | errors                                                    | cryptography
+    tuning_db.bundle     | tuning_db.files tuning_db.signatures problem errors       |
+    tuning_db            | tuning_db.files tuning_db.signatures tuning_db.bundle compiler problem owners errors | sqlalchemy alembic
+    measure              | templates gpu truth problem errors                        | torch
+    tuner.autotuner      | measure tuning_db tuning_db.bundle compiler plan problem errors |
+    runtime.registration |                                                           |
+    runtime              | tuner.autotuner tuning_db.files tuning_db.signatures tuning_db.bundle gpu compiler truth problem owners errors | torch
+    compat               | runtime problem errors                                    | torch
+    presets              | runtime truth errors                                      | torch
+    __init__             | runtime.registration runtime problem errors               |
+    report               | tuning_db.bundle tuning_db plan problem errors            |
+    report.drawing       | report problem errors                                     | bokeh jinja2
+    fleet                | measure gpu compiler plan problem owners errors           | distributed tornado
+    tuner                | *                                                         | optuna sqlalchemy
+    cli                  | *                                                         | click rich torch
 """  # noqa: E501
 # What a program that only calls kernels never imports.
 HEAVY = (
@@ -187,6 +157,27 @@ def test_no_module_imports_itself_through_others() -> None:
         TopologicalSorter(after).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_the_cache_of_recipes_knows_all_that_the_text_of_a_kernel_follows_from() -> None:
+    """`hadagen.errors` is not of it: sentences change no kernel."""
+    found, queue = set[str](), ["compiler.codegen", "plan.space"]
+    while queue:
+        if (module := queue.pop()) not in found:
+            found.add(module)
+            queue += [file_of(target) for _, target in imports_of(module) if target.startswith("hadagen.")]
+    assert {module.partition(".")[0] for module in found} <= {"errors", *GENERATOR}
+
+
+def test_few_modules_stand_outside_of_rooms() -> None:
+    assert len(list((ROOT / "hadagen").glob("*.py"))) <= 5
+
+
+def test_no_file_is_ignored_by_git() -> None:
+    """Else it would be in no commit, whatever it holds."""
+    files = [str(path) for path in MODULES.values()]
+    ignored = subprocess.run(["git", "check-ignore", "--no-index", *files], cwd=ROOT, capture_output=True, check=False)
+    assert (ignored.stdout, ignored.returncode) in ((b"", 1), (b"", 128))  # 128: not a checkout
 
 
 @pytest.mark.parametrize(("module", "first"), [("hadagen", "sys"), ("hadagen.runtime", "torch")])

@@ -23,16 +23,16 @@ from real_compilers import needs_compiler
 from running import is_running, wait_until
 from timed_by_digest import TimesByDigest
 
-from hadagen import programs
-from hadagen.arch import Arch, load_arch
-from hadagen.codegen import render
-from hadagen.launch import Source
+from hadagen.compiler import programs
+from hadagen.compiler.codegen import render
+from hadagen.compiler.toolchain import BuildFailure, Toolchain
 from hadagen.measure import DeviceRunner
 from hadagen.measure.messages import Answer, Measure, Race
-from hadagen.problem import Problem
-from hadagen.space import Space, build_plan
-from hadagen.toolchain import BuildFailure, Toolchain
-from hadagen.trial import Kernel, NotTried, Outcome, knobs_key
+from hadagen.plan.arch import Arch, load_arch
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Kernel, NotTried, Outcome, knobs_key
 from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio

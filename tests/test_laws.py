@@ -15,16 +15,16 @@ import torch
 from laws import broken_laws
 from measure_sample import array_at, memory_at
 
-from hadagen import quantizer
-from hadagen.arch import load_arch
-from hadagen.bits import decode, encode
-from hadagen.codegen import render
-from hadagen.emulator import RESIDENT_CLUSTERS, EmulationError, HostModule, compile_host
-from hadagen.formats import TENSOR
-from hadagen.knobs import Knobs, plan_of
-from hadagen.launch import LaunchSpec, RowShape, Source
-from hadagen.operands import kernel_operands, operands_of, params_for, verification_operands
-from hadagen.problem import Problem
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import RESIDENT_CLUSTERS, EmulationError, HostModule, compile_host
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs, plan_of
+from hadagen.problem.bits import decode, encode
+from hadagen.problem.formats import TENSOR
+from hadagen.problem.launch import LaunchSpec, RowShape, Source
+from hadagen.problem.operands import kernel_operands, operands_of, params_for, verification_operands
+from hadagen.problem.problem import Problem
+from hadagen.truth import quantizer
 from hadagen.tuning_db.bundle import Bundle
 
 

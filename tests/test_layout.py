@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hadagen.layout import MMA_MOVES, PAIR, Axis, Place, Placement, add, bit, cta, lane, reg, scatter, swaps, warp
-from hadagen.reference import hadamard
-from hadagen.steps.values import Values
+from hadagen.plan.layout import MMA_MOVES, PAIR, Axis, Place, Placement, add, bit, cta, lane, reg, scatter, swaps, warp
+from hadagen.plan.steps.values import Values
+from hadagen.truth.reference import hadamard
 
 Moves = dict[Place, Place]
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from spaces import space_of
 
-from hadagen.arch import load_arch
-from hadagen.codegen import render
-from hadagen.emulator import verify
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import verify
 from hadagen.errors import UsageError
-from hadagen.knobs import Knobs
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.regimes import Destination
-from hadagen.space import build_plan
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import build_plan
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.problem.regimes import Destination
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
 
 ARCH = load_arch("sm90")

@@ -22,11 +22,11 @@ from machine_case import (
     together,
 )
 
-from hadagen.bits import Bits
-from hadagen.emulator import EmulationError
+from hadagen.compiler.emulator import EmulationError
 from hadagen.errors import UsageError
-from hadagen.launch import LaunchSpec, RowShape
-from hadagen.problem import DType
+from hadagen.problem.bits import Bits
+from hadagen.problem.launch import LaunchSpec, RowShape
+from hadagen.problem.problem import DType
 
 
 def transposed(x: Bits) -> Bits:

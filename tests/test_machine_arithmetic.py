@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from machine_case import Case, random_bits, run, together
 
-from hadagen.bits import Bits, decode, encode
-from hadagen.problem import DType
-from hadagen.reference import hadamard
+from hadagen.problem.bits import Bits, decode, encode
+from hadagen.problem.problem import DType
+from hadagen.truth.reference import hadamard
 
 PACKED_TYPES = (DType.FLOAT16, DType.BFLOAT16)
 ARITHMETIC = [

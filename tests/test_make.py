@@ -20,7 +20,7 @@ from signing_keys import make_key
 from slow import SAMPLED, slow_cases
 from torch_releases import Failing, Listed, listed
 
-from hadagen.target import known_archs
+from hadagen.problem.target import known_archs
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.signatures import public_keys
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hadagen import matrices
 from hadagen.errors import StorageError, UsageError
-from hadagen.matrices import NAMES, Matrix, auto_orders, find_matrix, find_orders
+from hadagen.problem import matrices
+from hadagen.problem.matrices import NAMES, Matrix, auto_orders, find_matrix, find_orders
 
 # The first digits of the digests, as computed from each project's own source.
 DIGESTS = {

@@ -12,21 +12,21 @@ import torch
 from rounding import rounding_bound
 from spaces import ARCH, draw, space_of
 
-from hadagen.arch import load_arch
-from hadagen.codegen import render
-from hadagen.emulator import HostModule, compile_host, verify
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import HostModule, compile_host, verify
 from hadagen.errors import UsageError
-from hadagen.knobs import Knobs
-from hadagen.launch import Source
-from hadagen.operands import kernel_operands, params_for, verification_operands
-from hadagen.plan import Plan, interpret
-from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Problem, kernel_order
-from hadagen.reference import hadamard, transform
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.plan import Plan, interpret
+from hadagen.plan.space import Space, build_plan, rules_for
+from hadagen.plan.steps.base import SPLIT
+from hadagen.plan.steps.matrix import Matrix, Square
+from hadagen.problem.launch import Source
+from hadagen.problem.operands import kernel_operands, params_for, verification_operands
+from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, DType, Problem, kernel_order
 from hadagen.runtime.operands import combined
 from hadagen.runtime.rotation import Rotation
-from hadagen.space import Space, build_plan, rules_for
-from hadagen.steps.base import SPLIT
-from hadagen.steps.matrix import Matrix, Square
+from hadagen.truth.reference import hadamard, transform
 
 # Each has what others lack: groups of blocks beside each other; a matrix of one operand, of one that is not full, and
 # of so many that they are not held; rows of X of 8, 16, 32 and more columns, or of one; signs; an odd order; sums of

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from rounding import rounding_bound
 
-from hadagen.arch import load_arch
-from hadagen.codegen import render
-from hadagen.emulator import EmulationError, HostModule, compile_host, host_texts, verify
-from hadagen.knobs import Knobs
-from hadagen.launch import RowShape, Source
-from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.space import build_plan
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import EmulationError, HostModule, compile_host, host_texts, verify
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import build_plan
+from hadagen.problem.launch import RowShape, Source
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
 
 FP16, BF16 = DType.FLOAT16, DType.BFLOAT16
 # All values in fp32 from the first mma on, and those between two mma in parts of bfloat16.

@@ -12,18 +12,18 @@ import torch
 from spaces import ARCH
 from test_laws import EmulatedLaunch
 
-from hadagen import codegen
-from hadagen.bits import decode, encode
-from hadagen.costmodel import Estimate
-from hadagen.emulator import compile_host, verification_rows, verify
+from hadagen.compiler import codegen
+from hadagen.compiler.emulator import compile_host, verification_rows, verify
 from hadagen.errors import UsageError
 from hadagen.measure.verify import Verifier
-from hadagen.operands import PROLOGUES, Prologue, params_for, rows_like_x, vector_of_n
-from hadagen.problem import Problem
-from hadagen.regimes import Cache, Destination
-from hadagen.space import Space, build_plan
-from hadagen.steps.base import PACKED, Cost, Draft, Step
-from hadagen.trial import Outcome
+from hadagen.plan.costmodel import Estimate
+from hadagen.plan.space import Space, build_plan
+from hadagen.plan.steps.base import PACKED, Cost, Draft, Step
+from hadagen.problem.bits import decode, encode
+from hadagen.problem.operands import PROLOGUES, Prologue, params_for, rows_like_x, vector_of_n
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Cache, Destination
+from hadagen.problem.trial import Outcome
 
 BLOCK = """
 {% macro made_up(step, p, f, chunks) %}

@@ -12,23 +12,23 @@ import pytest
 from plan_sample import changed
 from spaces import ARCH
 
-from hadagen import codegen
-from hadagen.bits import decode, encode
-from hadagen.costmodel import Estimate, costs_of
-from hadagen.emulator import EmulationError, compile_host, verification_rows, verify
+from hadagen.compiler import codegen
+from hadagen.compiler.emulator import EmulationError, compile_host, verification_rows, verify
 from hadagen.errors import UsageError
-from hadagen.knobs import Knobs
-from hadagen.launch import PARAMS
-from hadagen.layout import Place, reg
-from hadagen.operands import Operand
-from hadagen.plan import Plan, interpret
-from hadagen.problem import DType, Problem
-from hadagen.reference import hadamard
-from hadagen.regimes import Cache, Destination
-from hadagen.space import build_plan
-from hadagen.steps.base import FP32, Cost, Draft, Region, Roundings, Step
-from hadagen.steps.conversions import Round
-from hadagen.steps.transforms import Butterfly
+from hadagen.plan.costmodel import Estimate, costs_of
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.layout import Place, reg
+from hadagen.plan.plan import Plan, interpret
+from hadagen.plan.space import build_plan
+from hadagen.plan.steps.base import FP32, Cost, Draft, Region, Roundings, Step
+from hadagen.plan.steps.conversions import Round
+from hadagen.plan.steps.transforms import Butterfly
+from hadagen.problem.bits import decode, encode
+from hadagen.problem.launch import PARAMS
+from hadagen.problem.operands import Operand
+from hadagen.problem.problem import DType, Problem
+from hadagen.problem.regimes import Cache, Destination
+from hadagen.truth.reference import hadamard
 
 QUAD = """
 {% macro Quad(step, p, f, chunks) %}

@@ -18,19 +18,19 @@ from sample_trials import H200, PROBLEM, make_trial
 from test_driver import compiled
 
 import hadagen
-from hadagen import gpu_class, libnvml
-from hadagen.driver import DriverError
 from hadagen.errors import DeviceError
-from hadagen.gpu_class import class_name, class_of
-from hadagen.libnvml import NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM
+from hadagen.gpu import gpu_class, libnvml
+from hadagen.gpu.driver import DriverError
+from hadagen.gpu.gpu_class import class_name, class_of
+from hadagen.gpu.libnvml import NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM
 from hadagen.measure import environment, service
 from hadagen.measure.messages import Answer, Compare, Comparison, Look, Measure, Race
 from hadagen.measure.monitor import Monitor
+from hadagen.problem.target import model_of
+from hadagen.problem.trial import Disturbed, Outcome
 from hadagen.runtime import bundles, device
 from hadagen.runtime.choose import Match
 from hadagen.runtime.device import Device
-from hadagen.target import model_of
-from hadagen.trial import Disturbed, Outcome
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
 

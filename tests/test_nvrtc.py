@@ -15,10 +15,10 @@ import fake_nvrtc
 import pytest
 from real_compilers import needs_nvrtc, nvrtc_libraries
 
-from hadagen import nvrtc
-from hadagen.cubin import is_cubin
+from hadagen.compiler import nvrtc
+from hadagen.compiler.cubin import is_cubin
+from hadagen.compiler.nvrtc import FLAGS, CompileError, Nvrtc
 from hadagen.errors import NoCompilerError, ToolchainError
-from hadagen.nvrtc import FLAGS, CompileError, Nvrtc
 
 KERNEL = 'extern "C" __global__ void kernel(int* x) { *x = %s; }\n'
 SONAMES = ("libnvrtc-fake.so.13", "libnvrtc-fake.so.12")  # which no system has
@@ -156,7 +156,7 @@ def test_a_library_without_its_other_half_is_named(tmp_path: Path) -> None:
     alone = tmp_path / "libnvrtc.so"
     alone.symlink_to(Path(Nvrtc.find().path).resolve())
     program = (
-        "import sys\nfrom hadagen.compilers import NvrtcProgram\n"
+        "import sys\nfrom hadagen.compiler.compilers import NvrtcProgram\n"
         "try:\n    NvrtcProgram.find()\nexcept Exception as error:\n    print(error)"
     )
     done = subprocess.run(

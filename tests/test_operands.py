@@ -11,8 +11,8 @@ from emulated_device import read_operands
 from measure_sample import memory_at
 
 from hadagen.measure.operands import DeviceOperands, Orthonormal, orthogonal_matrix
-from hadagen.problem import MAX_ORDER, Problem
-from hadagen.reference import transform
+from hadagen.problem.problem import MAX_ORDER, Problem
+from hadagen.truth.reference import transform
 
 CPU = torch.device("cpu")
 

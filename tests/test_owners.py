@@ -13,7 +13,7 @@ from sample_trials import PROBLEM
 
 import hadagen
 from hadagen import owners
-from hadagen.cache import FILES, KernelCache, cache_root, private_root
+from hadagen.compiler.cache import FILES, KernelCache, cache_root, private_root
 from hadagen.errors import StorageError
 from hadagen.owners import make_folder, problem_beside, problem_of
 from hadagen.runtime import autotune, bundles
@@ -340,8 +340,8 @@ def test_temporary_files_lie_where_others_cannot_replace_them(folder: Path, monk
     """Not in a /tmp without the sticky bit, as volumes of Kubernetes are."""
     memory = folder.parent / "memory"
     memory.mkdir()
-    monkeypatch.setattr("hadagen.cache._private", [])
-    monkeypatch.setattr("hadagen.cache._IN_MEMORY", str(memory))
+    monkeypatch.setattr("hadagen.compiler.cache._private", [])
+    monkeypatch.setattr("hadagen.compiler.cache._IN_MEMORY", str(memory))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder))
     folder.chmod(0o777)
     memory.chmod(0o777)
@@ -349,7 +349,7 @@ def test_temporary_files_lie_where_others_cannot_replace_them(folder: Path, monk
         private_root()
     memory.chmod(0o1777)
     assert private_root().parent == memory
-    monkeypatch.setattr("hadagen.cache._private", [])
+    monkeypatch.setattr("hadagen.compiler.cache._private", [])
     folder.chmod(0o1777)
     assert private_root().parent == folder
 

@@ -14,17 +14,17 @@ from plan_sample import KINDS, altered, at_the_end, changed, gathered, instead, 
 from spaces import ARCH, families
 
 from hadagen.errors import UsageError
-from hadagen.knobs import Knobs
-from hadagen.layout import LANE_BITS, PAIR, bit, cta, lane, reg, warp
-from hadagen.plan import Plan, interpret
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.reference import hadamard
-from hadagen.space import SHAPE, build_plan
-from hadagen.steps.base import FP16, FP32, PACKED
-from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
-from hadagen.steps.exchanges import Exchange, Transpose
-from hadagen.steps.memory import Load, Prefetch, Store, Trigger
-from hadagen.steps.transforms import Butterfly, Gather, Mma, Shuffle, SwapButterfly
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.layout import LANE_BITS, PAIR, bit, cta, lane, reg, warp
+from hadagen.plan.plan import Plan, interpret
+from hadagen.plan.space import SHAPE, build_plan
+from hadagen.plan.steps.base import FP16, FP32, PACKED
+from hadagen.plan.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
+from hadagen.plan.steps.exchanges import Exchange, Transpose
+from hadagen.plan.steps.memory import Load, Prefetch, Store, Trigger
+from hadagen.plan.steps.transforms import Butterfly, Gather, Mma, Shuffle, SwapButterfly
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.truth.reference import hadamard
 
 LANES = [lane(j) for j in range(LANE_BITS)]
 

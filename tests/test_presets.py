@@ -13,7 +13,7 @@ from test_quantize import normal
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from hadagen import Rotation, TensorError, UsageError, hadamard_transform, presets, rotate_quantize
-from hadagen.quantizer import dequantize, encode_e4m3
+from hadagen.truth.quantizer import dequantize, encode_e4m3
 
 SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])  # `get_wgrad_sign_vector`
 

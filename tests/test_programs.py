@@ -13,8 +13,8 @@ import fake_nvrtc
 import pytest
 from running import interruptible, is_running, script, wait_until
 
+from hadagen.compiler.programs import IN_A_ROW, Finished, Patience, Stopped, run
 from hadagen.errors import ToolchainError
-from hadagen.programs import IN_A_ROW, Finished, Patience, Stopped, run
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch
 from emulated_device import EmulatedKernel
 from sample_trials import launch_for
 
-from hadagen.problem import Problem
-from hadagen.reference import transform
+from hadagen.problem.problem import Problem
 from hadagen.runtime import proof
+from hadagen.truth.reference import transform
 
 # Param → the problem whose kernels are right if they read it, and wrong if they do not.
 READ = {

@@ -20,12 +20,13 @@ from hadagen import (
     UsageError,
     hadamard_transform,
     presets,
-    quantizer,
     rotate_quantize,
 )
-from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
-from hadagen.quantizer import memory_of
+from hadagen.problem.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.runtime import tables
+from hadagen.truth import quantizer
+from hadagen.truth.accuracy import sample_scale
+from hadagen.truth.quantizer import memory_of
 
 N = 256
 R = Rotation(N, signs=some_signs(64), block=64)
@@ -200,7 +201,7 @@ def test_values_come_back(name: str, rule: str, layout: str) -> None:
 def test_every_check_of_an_operator(name: str, rule: str, layout: str) -> None:
     form = Format.choose(name, None, rule, layout)
     for rows in (0, 5):
-        given = quantizer.sample_scales(form, rows, torch.device("cpu"))
+        given = sample_scale(form, rows, torch.device("cpu"))
         of = (None, [], None, None, 64, False, 0.125, "accurate", False)
         options = (normal(rows, N), *of, name, form.group, rule, layout, False, given)
         torch.library.opcheck(OPERATOR, options, test_utils=("test_schema", "test_faketensor"))
@@ -212,7 +213,7 @@ def test_every_check_of_an_operator(name: str, rule: str, layout: str) -> None:
 def test_every_check_of_the_operator_with_out(name: str, rule: str, layout: str) -> None:
     form = Format.choose(name, None, rule, layout)
     for x in (normal(0, N), normal(5, N), normal(2, 3, N).transpose(0, 1)):
-        given = quantizer.sample_scales(form, len(x), torch.device("cpu"))
+        given = sample_scale(form, len(x), torch.device("cpu"))
         like = rotate_quantize(x, to=name, rule=rule, layout=layout, **scale_for(name, x))
         scales = None if form.group == TENSOR else torch.zeros_like(like.scales)
         of = (None, [], None, None, 64, False, 0.125, "fast", True)

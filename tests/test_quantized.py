@@ -14,8 +14,8 @@ from test_quantize import ALL, WITH_CODES, N, R, normal, scale_for
 from torch.utils import _pytree
 
 from hadagen import Quantized, TensorError, UsageError, rotate_quantize
-from hadagen.formats import Element
-from hadagen.quantizer import memory_of
+from hadagen.problem.formats import Element
+from hadagen.truth.quantizer import memory_of
 
 E8M0, FP4 = (getattr(torch, name, None) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2"))
 needs_types = pytest.mark.skipif(E8M0 is None or FP4 is None, reason="this PyTorch lacks them")

@@ -10,8 +10,17 @@ import pytest
 import quantizer_reference as exact
 import torch
 
-from hadagen.formats import FORMATS, KERNEL_LAYOUTS, TENSOR, Element, Format, Layout
-from hadagen.quantizer import _decode, dequantize, empty, encode_e2m1, encode_e4m3, laid_out, quantize, rows_of_scales
+from hadagen.problem.formats import FORMATS, KERNEL_LAYOUTS, TENSOR, Element, Format, Layout
+from hadagen.truth.quantizer import (
+    _decode,
+    dequantize,
+    empty,
+    encode_e2m1,
+    encode_e4m3,
+    laid_out,
+    quantize,
+    rows_of_scales,
+)
 
 COLUMNS = 256
 GIVEN = 0.0123

@@ -12,19 +12,19 @@ from spaces import draw
 from test_quantizer import ALL, TYPES, given, hard_rows
 
 from hadagen import Rotation
-from hadagen.arch import load_arch
-from hadagen.codegen import render
-from hadagen.emulator import HostModule, compile_host, verify
-from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
-from hadagen.knobs import Knobs
-from hadagen.launch import Source
-from hadagen.operands import kernel_operands, verification_operands
-from hadagen.plan import interpret
-from hadagen.problem import Problem
-from hadagen.quantizer import memory_of, quantize
-from hadagen.reference import hadamard, transform
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import HostModule, compile_host, verify
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.plan import interpret
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.formats import FORMATS, TENSOR, Element, Format, Layout
+from hadagen.problem.launch import Source
+from hadagen.problem.operands import kernel_operands, verification_operands
+from hadagen.problem.problem import Problem
 from hadagen.runtime import calls, codes
-from hadagen.space import Space, build_plan
+from hadagen.truth.quantizer import memory_of, quantize
+from hadagen.truth.reference import hadamard, transform
 
 ARCH = load_arch("sm90")
 POISON = 0xA5

@@ -11,12 +11,12 @@ from fake_search import CELLS, TRIALS, FakeRunner, arch, make_kernel, options, p
 from sample_trials import make_timing, make_trial
 from sample_trials import times as times_at
 
-from hadagen.codegen import render
+from hadagen.compiler.codegen import render
 from hadagen.errors import DeviceError
 from hadagen.measure import Cell, Variant
-from hadagen.regimes import Cache
-from hadagen.space import Space, build_plan
-from hadagen.trial import Trial, knobs_key
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.regimes import Cache
+from hadagen.problem.trial import Trial, knobs_key
 from hadagen.tuner import pipeline, search
 from hadagen.tuner.events import Event, PairRaced, ProblemFinished, TrialFinished
 from hadagen.tuner.races import race_near_ties

@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 from real_compilers import needs_nvrtc
 
-import hadagen.cache
-from hadagen import codegen, nvrtc, recipes
-from hadagen.arch import load_arch
-from hadagen.cache import private_root
-from hadagen.cubin import is_cubin
+import hadagen.compiler.cache
+from hadagen.compiler import codegen, nvrtc, recipes
+from hadagen.compiler.cache import private_root
+from hadagen.compiler.cubin import is_cubin
+from hadagen.compiler.recipes import Recipe, compile_all, image_of
 from hadagen.errors import NoCompilerError, ToolchainError, UsageError
-from hadagen.knobs import Knobs
-from hadagen.launch import LaunchSpec, Source
-from hadagen.plan import Plan
-from hadagen.problem import Problem
-from hadagen.recipes import Recipe, compile_all, image_of
-from hadagen.space import build_plan
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import build_plan
+from hadagen.problem.launch import LaunchSpec, Source
+from hadagen.problem.problem import Problem
 
 PROBLEM = Problem.of(64, "float16", "fast")
 SHUFFLES = {"low_bits": "shuffle", "butterfly_carrier": "fp32"}
@@ -112,7 +112,7 @@ def _key(recipe: Recipe, target: str) -> str:
 
 def test_knobs_that_are_not_legal_never_reach_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
     good = recipe_of()
-    monkeypatch.setattr("hadagen.codegen.render", None)
+    monkeypatch.setattr("hadagen.compiler.codegen.render", None)
     for change in ({"warps": 3}, {"load": "no_allocate"}, {"store": "streaming"}, {"colour": 1}, {"warps": "{{ 1 }}"}):
         with pytest.raises(UsageError, match=r"is (not searched|not known|gone)"):
             image_of(replace(good, knobs={**good.knobs, **change}), "sm90")
@@ -172,13 +172,13 @@ def test_where_the_cache_cannot_be_written_kernels_are_kept_for_this_process(
 
 PROGRAM = """
 import json, sys
-from hadagen import recipes
-from hadagen.launch import LaunchSpec
-from hadagen.problem import Problem
+from hadagen.compiler import recipes
+from hadagen.problem.launch import LaunchSpec
+from hadagen.problem.problem import Problem
 key, knobs, launch = json.loads(sys.argv[1])
 recipe = recipes.Recipe(Problem.parse(key), knobs, "sm90", LaunchSpec.from_dict(launch))
 assert recipes.image_of(recipe, "sm90")
-print(recipes.__file__, "hadagen.codegen" in sys.modules, [str(root) for root in recipes._roots])
+print(recipes.__file__, "hadagen.compiler.codegen" in sys.modules, [str(root) for root in recipes._roots])
 """
 
 
@@ -202,7 +202,7 @@ def test_a_cache_serves_a_copy_of_the_installation_at_another_place_and_time(tmp
     for name, source in {"": "hadagen", "templates": "templates", "tuning_db": "tuning_db"}.items():
         ignored = shutil.ignore_patterns("__pycache__", "*.db", "*.pyc")
         shutil.copytree(
-            Path(recipes.__file__).parent.parent / source, first / "hadagen" / name, ignore=ignored, dirs_exist_ok=True
+            Path(hadagen.__file__).parent.parent / source, first / "hadagen" / name, ignore=ignored, dirs_exist_ok=True
         )
     (first / "lib").mkdir()
     for each in library.parent.glob("libnvrtc*"):
@@ -223,10 +223,10 @@ def test_the_generator_is_known_by_what_is_in_its_files(monkeypatch: pytest.Monk
     def digest() -> str:
         return recipes._generator.__wrapped__()
 
-    for folder in ("hadagen/steps", "hadagen/arch", "templates/common", "templates/device"):
+    for folder in ("hadagen/plan/steps", "hadagen/arch", "templates/common", "templates/device"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "a.py").write_text("1")
-    monkeypatch.setattr(recipes, "__file__", str(tmp_path / "hadagen" / "recipes.py"))
+    monkeypatch.setattr(recipes, "__file__", str(tmp_path / "hadagen" / "compiler" / "recipes.py"))
     monkeypatch.setattr(recipes.templates, "__file__", str(tmp_path / "templates" / "__init__.py"))
     seen = {digest()}
     changed = tmp_path / "templates" / "common" / "a.py"
@@ -237,8 +237,8 @@ def test_the_generator_is_known_by_what_is_in_its_files(monkeypatch: pytest.Monk
     changed.rename(changed.with_name("b.py"))
     seen.add(digest())
     assert len(seen) == 3
-    (tmp_path / "hadagen" / "steps" / "a.cpython-311.pyc").write_bytes(b"times")
-    (tmp_path / "hadagen" / "steps" / "a.py").touch()
+    (tmp_path / "hadagen" / "plan" / "steps" / "a.cpython-311.pyc").write_bytes(b"times")
+    (tmp_path / "hadagen" / "plan" / "steps" / "a.py").touch()
     assert digest() in seen
 
 
@@ -247,7 +247,7 @@ def test_a_cache_that_cannot_be_written_is_read(root: Path, monkeypatch: pytest.
     """Without a word. Kernels that it lacks are kept for this process."""
     first = image_of(recipe_of(), "sm90")
     monkeypatch.setattr(recipes, "_roots", [])
-    monkeypatch.setattr(hadagen.cache, "make_folder", refuse_within(root))
+    monkeypatch.setattr(hadagen.compiler.cache, "make_folder", refuse_within(root))
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         forbid_work(patch)
@@ -262,9 +262,9 @@ def test_a_cache_that_cannot_be_written_is_read(root: Path, monkeypatch: pytest.
 @needs_nvrtc
 def test_where_nothing_can_be_written_no_kernel_is_made(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch does the work then, and no bundle is blamed."""
-    monkeypatch.setattr(hadagen.cache, "_private", [])
-    monkeypatch.setattr(hadagen.cache, "make_folder", refuse_within(root))
-    monkeypatch.setattr(hadagen.cache, "_IN_MEMORY", str(root / "missing"))
+    monkeypatch.setattr(hadagen.compiler.cache, "_private", [])
+    monkeypatch.setattr(hadagen.compiler.cache, "make_folder", refuse_within(root))
+    monkeypatch.setattr(hadagen.compiler.cache, "_IN_MEMORY", str(root / "missing"))
 
     def none() -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
@@ -287,7 +287,7 @@ def _no_home() -> Path:
 
 def refuse_within(folder: Path) -> Callable[..., None]:
     """`make_folder` where a folder is on a disk that is only read."""
-    make = hadagen.cache.make_folder
+    make = hadagen.compiler.cache.make_folder
 
     def made(path: Path, mode: int = 0o755) -> None:
         if path.is_relative_to(folder):
@@ -338,6 +338,6 @@ def test_a_recipe_that_needs_what_the_gpu_lacks_is_refused() -> None:
 
 
 def test_without_jinja2_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hadagen.codegen", None)
+    monkeypatch.setitem(sys.modules, "hadagen.compiler.codegen", None)
     with pytest.raises(ToolchainError, match="pip install jinja2"):
         image_of(recipe_of(), "sm90")

@@ -24,15 +24,15 @@ from fake_search import CELLS, GPU, FakeRunner, arch, build, make_trial, problem
 from simulate_fleet import MORE, InTurn, OneByOne
 
 from hadagen import measure
-from hadagen.arch import Arch
 from hadagen.cli import record as record_command
+from hadagen.compiler.toolchain import BuildFailure
 from hadagen.errors import StorageError, UsageError
 from hadagen.measure import Cell, ReplayRunner, Variant
-from hadagen.problem import Problem
-from hadagen.regimes import Destination
-from hadagen.space import Space
-from hadagen.toolchain import BuildFailure
-from hadagen.trial import Outcome, Trial
+from hadagen.plan.arch import Arch
+from hadagen.plan.space import Space
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination
+from hadagen.problem.trial import Outcome, Trial
 from hadagen.tuner.events import ProblemFinished, TrialFinished
 from hadagen.tuner.export import kernel_tuner_cache, objective, write_kernel_tuner_cache
 from hadagen.tuner.record import RecordOptions, RecordReport, deciding_cells, record

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadagen.accuracy import error_of
-from hadagen.bits import decode, encode
-from hadagen.problem import MAX_LOG2_N, ROUNDING_ERROR, DType, Numerics, Problem
-from hadagen.quantizer import quantize
-from hadagen.reference import (
+from hadagen.problem.bits import decode, encode
+from hadagen.problem.problem import MAX_LOG2_N, ROUNDING_ERROR, DType, Numerics, Problem
+from hadagen.truth.accuracy import error_of
+from hadagen.truth.quantizer import quantize
+from hadagen.truth.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
     hadamard,

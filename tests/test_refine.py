@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from sample_trials import H100, H200, in_clusters, make_kernel, make_trial, times
 
 from hadagen.measure import Cell, Variant, cells_at
-from hadagen.problem import DType, Numerics, Problem, Transform
-from hadagen.regimes import LOSS, Cache, Destination, element_buckets, nearest
-from hadagen.trial import Outcome, Timing, Trial
+from hadagen.problem.problem import DType, Numerics, Problem, Transform
+from hadagen.problem.regimes import LOSS, Cache, Destination, element_buckets, nearest
+from hadagen.problem.trial import Outcome, Timing, Trial
 from hadagen.tuner import refine as refine_module
 from hadagen.tuner.refine import MOST_KERNELS, SHORT_GAP, refine
 from hadagen.tuning_db import winners

@@ -20,8 +20,9 @@ from sample_store import recorded
 from sample_trials import H100, PROBLEM, make_timing, make_trial, times
 from sqlalchemy.engine import make_url
 
-from hadagen.problem import Problem
-from hadagen.regimes import Cache, element_buckets
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Cache, element_buckets
+from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
 from hadagen.report import curves, facts
 from hadagen.report.drawing.page import MOST_ENVIRONMENTS, report_page
 from hadagen.report.drawing.style import ACCENT, COLORS, OUTCOME_COLORS
@@ -30,7 +31,6 @@ from hadagen.report.names import kind_name, short_count, short_text, size_name
 from hadagen.report.scores import ALL, searches
 from hadagen.report.sources import Source, read_bundle, winners_of
 from hadagen.report.speed import speed_over_n, speed_over_sizes
-from hadagen.trial import Environment, Outcome, Provenance, Trial
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.store import Store
 

@@ -29,13 +29,13 @@ from test_runners import kernel, variants
 
 from hadagen.cli.progress import State
 from hadagen.errors import DeviceError, DisturbedError, StorageError
-from hadagen.knobs import Knobs
-from hadagen.launch import Source
 from hadagen.measure import Cell, DeviceRunner, Variant
 from hadagen.measure.messages import Answer, Compare, Comparison, Look, Measure, Race, Rank, Ranking
-from hadagen.problem import Problem
-from hadagen.space import Space
-from hadagen.trial import Disturbed, NotTried, Outcome, Timing, Trial, knobs_key
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import Space
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Disturbed, NotTried, Outcome, Timing, Trial, knobs_key
 from hadagen.tuner import pipeline
 from hadagen.tuner.events import (
     Event,

@@ -12,17 +12,17 @@ from test_rotation import VIEWS, some_signs
 from test_runtime import normal
 
 from hadagen import Rotation
-from hadagen.arch import load_arch
-from hadagen.codegen import render
 from hadagen.compat import fast_hadamard_transform as fast
 from hadagen.compat import quarot
-from hadagen.emulator import compile_host
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import compile_host
 from hadagen.errors import TensorError
-from hadagen.knobs import Knobs
-from hadagen.problem import Problem
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.problem import Problem
 from hadagen.runtime import rotate, tables
 from hadagen.runtime.operands import addresses, pack_matrix, pack_signs, unpack_signs
-from hadagen.space import Space, build_plan
 
 __all__ = ["device"]  # a fixture
 HALF = torch.float16

@@ -21,7 +21,7 @@ from test_runtime import BOUNDS, error, normal
 
 from hadagen import Rotation, hadamard_transform, rotate_quantize
 from hadagen.errors import TensorError, UsageError
-from hadagen.matrices import _TABLE, NAMES, find_matrix
+from hadagen.problem.matrices import _TABLE, NAMES, find_matrix
 from hadagen.runtime import fallback
 from hadagen.runtime.rotate import ROTATE
 

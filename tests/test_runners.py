@@ -21,8 +21,8 @@ from hadagen.errors import DeviceError, UsageError
 from hadagen.measure import DeviceRunner, ReplayRunner, Variant
 from hadagen.measure.messages import Answer, Measure, Race
 from hadagen.measure.watch import Watch
-from hadagen.problem import DType, Numerics, Problem
-from hadagen.trial import (
+from hadagen.problem.problem import DType, Numerics, Problem
+from hadagen.problem.trial import (
     Environment,
     Kernel,
     Outcome,

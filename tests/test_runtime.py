@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import hadagen
 from hadagen import hadamard_transform
 from hadagen.errors import TensorError, UsageError
-from hadagen.reference import hadamard
 from hadagen.runtime import transform
+from hadagen.truth.reference import hadamard
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Largest relative error of normal inputs; rounding a 16-bit result once costs four fifths of it.

@@ -22,23 +22,24 @@ from sample_bundle import hide_bundles, remake, write_sample, write_trials, writ
 from sample_trials import H100, LAUNCH, PROBLEM, in_clusters, make_kernel, make_trial, times
 
 import hadagen
-from hadagen import Rotation, recipes
-from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
+from hadagen import Rotation
+from hadagen.compiler import recipes
 from hadagen.errors import NoCompilerError, StorageError
-from hadagen.launch import ENTRY
-from hadagen.problem import Problem, Transform
-from hadagen.regimes import Destination
+from hadagen.gpu.driver import DoesNotFit, DriverError, LoadedKernel
+from hadagen.problem.launch import ENTRY
+from hadagen.problem.problem import Problem, Transform
+from hadagen.problem.regimes import Destination
+from hadagen.problem.trial import Environment, Kernel, Provenance, recipe_digest
 from hadagen.runtime import bundles, calls, kernels, loading, streams, tables, warmup
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
-from hadagen.trial import Environment, Kernel, Provenance, recipe_digest
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import WinnerCell
 
 
 class Loader:
-    """Stands in for `hadagen.driver.load` and notes what it was asked for."""
+    """Stands in for `hadagen.gpu.driver.load` and notes what it was asked for."""
 
     def __init__(self) -> None:
         self.images: list[bytes] = []

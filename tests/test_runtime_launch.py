@@ -19,9 +19,9 @@ from torch.autograd import forward_ad
 from hadagen import hadamard_transform
 from hadagen.compat import hadacore
 from hadagen.errors import TensorError
-from hadagen.problem import Rows
+from hadagen.problem.problem import Rows
+from hadagen.problem.scale import ScaleForm
 from hadagen.runtime import calls, compute, tables
-from hadagen.scale import ScaleForm
 
 __all__ = ["device"]  # a fixture
 HALF = torch.float16
@@ -315,7 +315,7 @@ def run(program: str) -> str:
 def test_a_call_on_the_cpu_never_touches_cuda() -> None:
     program = """
 import torch, hadagen
-from hadagen import driver
+from hadagen.gpu import driver
 x = torch.randn(3, 8).requires_grad_()
 hadagen.hadamard_transform(x).sum().backward()
 hadagen.warmup(8, "float16", device="cpu")
@@ -329,7 +329,7 @@ def test_a_forked_child_knows_nothing_of_its_parent() -> None:
     program = """
 import os
 import torch, hadagen
-from hadagen.problem import Problem, Rows
+from hadagen.problem.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, tables
 hadagen.hadamard_transform(torch.randn(3, 8))
 remembered = (tables.timed, tables.found, tables.loaded, tables.unfit, tables.calls)

@@ -13,14 +13,14 @@ import torch
 from sample_bundle import remake, write_trials
 from sample_trials import H100, LAUNCH, PROBLEM, make_kernel, make_trial
 
-from hadagen import recipes
-from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
+from hadagen.compiler import recipes
+from hadagen.compiler.recipes import Recipe
 from hadagen.errors import DeviceError, NoCompilerError, StorageError, ToolchainError, UsageError
-from hadagen.launch import ENTRY
-from hadagen.recipes import Recipe
+from hadagen.gpu.driver import DoesNotFit, DriverError, LoadedKernel
+from hadagen.problem.launch import ENTRY
+from hadagen.problem.trial import Kernel, Trial, recipe_digest
 from hadagen.runtime import loading
 from hadagen.runtime.device import Device
-from hadagen.trial import Kernel, Trial, recipe_digest
 from hadagen.tuning_db.bundle import Bundle
 
 HERE = Device("sm90", H100.gpu)

@@ -17,11 +17,11 @@ from test_quantize import ALL, PERMUTED, R, normal, scale_for
 
 import hadagen
 from hadagen import Rotation, TensorError, presets, rotate_quantize
-from hadagen.formats import KERNEL_LAYOUTS, TENSOR, Layout
-from hadagen.quantizer import memory_of
+from hadagen.problem.formats import KERNEL_LAYOUTS, TENSOR, Layout
 from hadagen.runtime import kernels, tables, warmup
 from hadagen.runtime.calls import Run
 from hadagen.runtime.quantized import Quantized
+from hadagen.truth.quantizer import memory_of
 
 __all__ = ["device"]  # a fixture
 N = 256

@@ -13,15 +13,15 @@ import sanitize
 from real_compilers import needs_compiler
 from sanitize import CONTROL, NO_KERNEL, Job, findings, merged, name_of
 
-from hadagen.arch import load_arch
-from hadagen.codegen import render
-from hadagen.emulator import RESIDENT_CLUSTERS, compile_host
-from hadagen.formats import TENSOR
-from hadagen.knobs import Knobs
-from hadagen.launch import ENTRY
-from hadagen.problem import Problem
-from hadagen.space import Space, build_plan
-from hadagen.trial import Kernel
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import RESIDENT_CLUSTERS, compile_host
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.formats import TENSOR
+from hadagen.problem.launch import ENTRY
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Kernel
 
 KEYS = (
     "n256-float16-fast",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadagen.scale import ScaleForm, scale_word
+from hadagen.problem.scale import ScaleForm, scale_word
 
 HALVES = [form for form in ScaleForm if form is not ScaleForm.FP32]
 

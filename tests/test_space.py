@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import ARCH, draw, legal_in, seeds_of, space_of
 
-from hadagen.arch import Arch, NeverFaster, load_arch
 from hadagen.errors import UsageError
-from hadagen.knobs import KNOB_NAMES, Knobs
-from hadagen.legality import Context
-from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.space import Space, build_plan, rules_for, shape_of
-from hadagen.steps.base import FP16, PACKED
-from hadagen.steps.conversions import Narrow, Round
-from hadagen.steps.transforms import Mma
+from hadagen.plan.arch import Arch, NeverFaster, load_arch
+from hadagen.plan.knobs import KNOB_NAMES, Knobs
+from hadagen.plan.legality import Context
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import Space, build_plan, rules_for, shape_of
+from hadagen.plan.steps.base import FP16, PACKED
+from hadagen.plan.steps.conversions import Narrow, Round
+from hadagen.plan.steps.transforms import Mma
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
 
 PROBLEMS = [Problem.of(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
 PROBLEMS += [Problem.of(n, DType.FLOAT32) for n in (128, 256, 4096)]

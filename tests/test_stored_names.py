@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import pytest
 
-from hadagen.arch import load_arch
-from hadagen.codegen import render
-from hadagen.formats import Element, Format, Layout
-from hadagen.knobs import Knobs
-from hadagen.layout import Place
-from hadagen.problem import DType, Io, Numerics, Problem, Rows, Transform
-from hadagen.space import build_plan
-from hadagen.steps.base import Step
+from hadagen.compiler.codegen import render
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.layout import Place
+from hadagen.plan.space import build_plan
+from hadagen.plan.steps.base import Step
+from hadagen.problem.formats import Element, Format, Layout
+from hadagen.problem.problem import DType, Io, Numerics, Problem, Rows, Transform
 
 
 class Stored(NamedTuple):

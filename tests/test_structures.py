@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from plan_sample import FAR_LANES, changed, gathered, plans, whole_rows
 from spaces import ARCH
 
-from hadagen.bits import decode, encode
-from hadagen.codegen import render
-from hadagen.emulator import compile_host
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import compile_host
 from hadagen.errors import UsageError
-from hadagen.knobs import Knobs
-from hadagen.layout import MMA_MOVES, PAIR, bit, lane, reg, warp
-from hadagen.legality import ROUNDINGS_SPREAD
-from hadagen.plan import Plan
-from hadagen.problem import HADACORE_ERROR, ROUNDING_ERROR, DType, Numerics, Problem
-from hadagen.reference import hadamard, relative_error, verification_scale
-from hadagen.space import SHAPE, build_plan
-from hadagen.steps.base import FP16, PACKED, Step, mixed_chunk_bits, roundings
-from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
-from hadagen.steps.exchanges import Exchange, Transpose
-from hadagen.steps.memory import Load, Prefetch, Store, Trigger
-from hadagen.steps.transforms import NORMALIZER, Butterfly, Gather, Mma, Shuffle, SwapButterfly
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.layout import MMA_MOVES, PAIR, bit, lane, reg, warp
+from hadagen.plan.legality import ROUNDINGS_SPREAD
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import SHAPE, build_plan
+from hadagen.plan.steps.base import FP16, PACKED, Step, mixed_chunk_bits, roundings
+from hadagen.plan.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
+from hadagen.plan.steps.exchanges import Exchange, Transpose
+from hadagen.plan.steps.memory import Load, Prefetch, Store, Trigger
+from hadagen.plan.steps.transforms import NORMALIZER, Butterfly, Gather, Mma, Shuffle, SwapButterfly
+from hadagen.problem.bits import decode, encode
+from hadagen.problem.problem import HADACORE_ERROR, ROUNDING_ERROR, DType, Numerics, Problem
+from hadagen.truth.reference import hadamard, relative_error, verification_scale
 
 # ---- bits of warps and blocks in an exchange -------------------------------------------------------------------------
 # chunks, warps and blocks of a row, how blocks come together, and the chunk bits, from 0, that have a butterfly.

@@ -13,11 +13,11 @@ from sample_bundle import hide_bundles, write_sample
 from sample_trials import PROBLEM, make_trial
 
 import hadagen
-from hadagen.arch import read_arch
 from hadagen.errors import StorageError, UsageError
+from hadagen.plan.arch import read_arch
+from hadagen.problem.target import ARCH_DIRECTORY, arch_of_gpu, generation, known_archs, nearest_arch
 from hadagen.runtime import bundles
 from hadagen.runtime.device import Device, how_to_get_kernels
-from hadagen.target import ARCH_DIRECTORY, arch_of_gpu, generation, known_archs, nearest_arch
 from hadagen.tuning_db import bundle_writer
 from hadagen.tuning_db.winners import portfolio
 

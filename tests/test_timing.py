@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 from measure_sample import ALL_PROBLEMS, CELL, H100_L2, MATRIX_PROBLEMS, PLAIN_PROBLEMS, PROBLEM, array_at
 from real_compilers import needs_compiler
 
-from hadagen.arch import load_arch
-from hadagen.cache import KernelCache
-from hadagen.emulator import HostModule, compile_host
-from hadagen.launch import PARAMS, Source
+from hadagen.compiler.cache import KernelCache
+from hadagen.compiler.emulator import HostModule, compile_host
+from hadagen.compiler.toolchain import Toolchain
 from hadagen.measure import Cell, all_cells, copy_sources, peer, timing, yardstick
 from hadagen.measure.cells import EVICTION, Traffic, probe_cells
 from hadagen.measure.service import DeviceService, repeated_launches
 from hadagen.measure.timing import Stopwatch, transform_work
-from hadagen.problem import DType, Problem, Rows
-from hadagen.regimes import (
+from hadagen.plan.arch import load_arch
+from hadagen.problem.launch import PARAMS, Source
+from hadagen.problem.problem import DType, Problem, Rows
+from hadagen.problem.regimes import (
     BUCKETS_BETWEEN,
     BUCKETS_OF_LONG_ROWS,
     ELEMENT_BUCKETS,
@@ -42,8 +43,7 @@ from hadagen.regimes import (
     timed_elements,
     timed_rows,
 )
-from hadagen.toolchain import Toolchain
-from hadagen.trial import Kernel
+from hadagen.problem.trial import Kernel
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------

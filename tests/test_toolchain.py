@@ -19,16 +19,16 @@ import pytest
 from real_compilers import needs_nvcc, needs_nvrtc
 from running import script
 
-from hadagen import compilers, toolchain
-from hadagen.arch import Arch, load_arch
-from hadagen.cache import KernelCache
-from hadagen.compilers import COMPILERS, Nvcc
-from hadagen.cubin import is_cubin
+from hadagen.compiler import compilers, toolchain
+from hadagen.compiler.cache import KernelCache
+from hadagen.compiler.compilers import COMPILERS, Nvcc
+from hadagen.compiler.cubin import is_cubin
+from hadagen.compiler.programs import Finished, Patience, Stopped
+from hadagen.compiler.toolchain import BuildFailure, Toolchain, disassemble
 from hadagen.errors import NoCompilerError, StorageError, ToolchainError, UsageError
-from hadagen.launch import ENTRY, LaunchSpec, Source
-from hadagen.programs import Finished, Patience, Stopped
-from hadagen.toolchain import BuildFailure, Toolchain, disassemble
-from hadagen.trial import Kernel, NotTried, kernel_digest
+from hadagen.plan.arch import Arch, load_arch
+from hadagen.problem.launch import ENTRY, LaunchSpec, Source
+from hadagen.problem.trial import Kernel, NotTried, kernel_digest
 
 LAUNCH = LaunchSpec(threads=64, cluster=1, shared_bytes=1024, tile_elements=512, persistent=False)
 

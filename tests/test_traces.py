@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hadagen import Quantized, Rotation, hadamard_transform, presets, rotate_quantize
-from hadagen.formats import FORMATS, Element, Layout
+from hadagen.problem.formats import FORMATS, Element, Layout
 
 N = 128
 R = Rotation(N, signs=[1, -1] * (N // 2))
@@ -176,7 +176,7 @@ for name in names:
     assert both or not {"torch", "ctypes.util"} & set(sys.modules) or name == "torch", name
 import torch, io
 torch.ops.hadagen.hadamard_transform, torch.ops.hadagen.rotate_quantize, torch.ops.hadagen.stored_matrix
-assert "hadagen.registration" not in {type(each).__module__ for each in sys.meta_path}
+assert "hadagen.runtime.registration" not in {type(each).__module__ for each in sys.meta_path}
 assert torch.__spec__.loader.get_source("torch") and torch.__loader__ is torch.__spec__.loader
 assert torch.load(sys.argv[2], weights_only=True).format.name == "mxfp8"
 """

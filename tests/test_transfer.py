@@ -14,25 +14,25 @@ from real_compilers import needs_nvrtc
 from sample_bundle import hide_bundles
 from sample_trials import H100, make_timing
 
-from hadagen import recipes
-from hadagen.arch import Arch, load_arch
 from hadagen.cli import doctor
 from hadagen.cli.device import runnable
-from hadagen.codegen import render
-from hadagen.costmodel import MODEL_ERROR, Estimate
+from hadagen.compiler import recipes
+from hadagen.compiler.codegen import render
+from hadagen.compiler.nvrtc import Nvrtc
 from hadagen.errors import DeviceError, NoCompilerError, StorageError
-from hadagen.knobs import Knobs, plan_of
 from hadagen.measure import Cell
-from hadagen.nvrtc import Nvrtc
-from hadagen.plan import Plan
-from hadagen.problem import Problem
-from hadagen.regimes import LOSS, Destination, destinations, element_buckets
+from hadagen.plan.arch import Arch, load_arch
+from hadagen.plan.costmodel import MODEL_ERROR, Estimate
+from hadagen.plan.knobs import Knobs, plan_of
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import LOSS, Destination, destinations, element_buckets
+from hadagen.problem.target import generation, known_archs
+from hadagen.problem.trial import Provenance, Trial
 from hadagen.runtime import bundles
 from hadagen.runtime.choose import Match, choose_from_bundles
 from hadagen.runtime.device import Device
-from hadagen.space import Space, build_plan
-from hadagen.target import generation, known_archs
-from hadagen.trial import Provenance, Trial
 from hadagen.tuner import transfer
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.transfer import estimated_winners
@@ -290,12 +290,12 @@ def test_the_doctor_says_what_runs_from_recipes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("hadagen.runtime.device.cuda_device", lambda index: Device("sm80", "NVIDIA A100"))
 
     driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, 12040))
-    monkeypatch.setattr("hadagen.driver.bindings", lambda: driver)
+    monkeypatch.setattr("hadagen.gpu.driver.bindings", lambda: driver)
 
     class Found:
         release, version, archs = "12.9.86", (12, 9), (75, 80)
 
-    monkeypatch.setattr("hadagen.nvrtc.Nvrtc.find", Found)
+    monkeypatch.setattr("hadagen.compiler.nvrtc.Nvrtc.find", Found)
     count = len(list(Bundle.open(shipped()["sm80"]).all_entries()))
     assert doctor._kernels() == (
         f"{count} winners match this GPU as estimated; they have no cubins; NVRTC 12.9.86 compiles each from its "
@@ -307,7 +307,9 @@ def test_the_doctor_says_what_runs_from_recipes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Found, "version", (13, 0))
     with pytest.raises(DeviceError, match="makes code for drivers of CUDA 13, and this one is of CUDA 12; update"):
         doctor._kernels()
-    monkeypatch.setattr("hadagen.nvrtc.Nvrtc.find", raising(NoCompilerError("NVRTC was not found; install it")))
+    monkeypatch.setattr(
+        "hadagen.compiler.nvrtc.Nvrtc.find", raising(NoCompilerError("NVRTC was not found; install it"))
+    )
     with pytest.raises(NoCompilerError, match="NVRTC was not found; install it"):
         doctor._kernels()
     monkeypatch.setenv(bundles.VARIABLE, str(shipped()["sm90"]))

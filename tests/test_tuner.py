@@ -17,15 +17,15 @@ import pytest
 from fake_search import GPU, TRIALS, FakeRunner, arch, build, make_trial, options, problems
 from sample_store import empty, path, store
 
-from hadagen.codegen import render
+from hadagen.compiler.codegen import render
+from hadagen.compiler.toolchain import BuildFailure
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
-from hadagen.knobs import Knobs
 from hadagen.measure import Cell, ReplayRunner, Variant
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.regimes import Cache, Destination, regime, timed_elements
-from hadagen.space import Space, build_plan
-from hadagen.toolchain import BuildFailure
-from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial, knobs_key
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.problem.regimes import Cache, Destination, regime, timed_elements
+from hadagen.problem.trial import Environment, Kernel, Outcome, Provenance, Trial, knobs_key
 from hadagen.tuner import mirror, search
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import BatchBuilt, Event, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measure_sample import ALL_PROBLEMS, PROBLEM, SPEC, array_at, memory_at
 
-from hadagen.bits import decode, encode
-from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.verify import Verifier, _cases, arrangements, operand_sets, row_counts
-from hadagen.operands import params_for
-from hadagen.problem import DType, Problem, Rows
-from hadagen.reference import INPUT_CLASSES, hadamard, transform
-from hadagen.trial import Outcome
+from hadagen.problem.bits import decode, encode
+from hadagen.problem.launch import LaunchSpec, RowShape
+from hadagen.problem.operands import params_for
+from hadagen.problem.problem import DType, Problem, Rows
+from hadagen.problem.trial import Outcome
+from hadagen.truth.reference import INPUT_CLASSES, hadamard, transform
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,15 @@ import torch
 from emulated_device import read_operands
 from measure_sample import array_at, memory_at
 
-from hadagen import quantizer
-from hadagen.arch import load_arch
-from hadagen.bits import decode
-from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.verify import TORCH_DTYPE, Verifier
-from hadagen.problem import Problem
-from hadagen.reference import transform
-from hadagen.space import Space, build_plan
-from hadagen.trial import Outcome
+from hadagen.plan.arch import load_arch
+from hadagen.plan.space import Space, build_plan
+from hadagen.problem.bits import decode
+from hadagen.problem.launch import LaunchSpec, RowShape
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Outcome
+from hadagen.truth import quantizer
+from hadagen.truth.reference import transform
 
 KEYS = (
     "n128-bfloat16-to-fp8_group_128-accurate",

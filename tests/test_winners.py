@@ -15,9 +15,9 @@ from sample_bundle import write_trials
 from sample_trials import H100, H200, PROBLEM, competitors, in_clusters, make_timing, make_trial, times
 
 from hadagen.errors import UsageError
-from hadagen.problem import Numerics, Transform
-from hadagen.regimes import LOSS, Cache, Destination
-from hadagen.trial import Environment, Outcome, Provenance, Trial
+from hadagen.problem.problem import Numerics, Transform
+from hadagen.problem.regimes import LOSS, Cache, Destination
+from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.merge import arithmetic_of, merge_bundles, selection_of, write_selection
 from hadagen.tuning_db.table import export_csv

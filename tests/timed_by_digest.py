@@ -10,8 +10,8 @@ from measure_sample import H100_L2
 from hadagen.measure import Cell
 from hadagen.measure.messages import Answer, Measure, Race
 from hadagen.measure.watch import Watch
-from hadagen.regimes import Cache, Destination
-from hadagen.trial import Environment, Kernel, Outcome, Timing
+from hadagen.problem.regimes import Cache, Destination
+from hadagen.problem.trial import Environment, Kernel, Outcome, Timing
 
 GPU = Environment(gpu="Test GPU", compute_capability="9.0", sms=132, l2_bytes=H100_L2)
 CELLS = [Cell(elements, Destination.IN_PLACE, Cache.HOT) for elements in (1 << 14, 1 << 20, 1 << 22)]

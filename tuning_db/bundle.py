@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hadagen.errors import StorageError
-from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
-from hadagen.operands import params_for
-from hadagen.problem import Numerics, Problem
-from hadagen.regimes import Cache, Destination
-from hadagen.target import check_arch
-from hadagen.trial import Environment, Kernel, Provenance, check_knobs, recipe_digest
+from hadagen.problem.launch import PORTABLE_CLUSTER, LaunchSpec
+from hadagen.problem.operands import params_for
+from hadagen.problem.problem import Numerics, Problem
+from hadagen.problem.regimes import Cache, Destination
+from hadagen.problem.target import check_arch
+from hadagen.problem.trial import Environment, Kernel, Provenance, check_knobs, recipe_digest
 from hadagen.tuning_db.files import (
     FileState,
     connect_read_only,

@@ -13,12 +13,12 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+from hadagen.compiler.ptx_version import lowered
 from hadagen.errors import StorageError, UsageError
-from hadagen.problem import Problem
-from hadagen.ptx_version import lowered
-from hadagen.regimes import Cache
-from hadagen.target import check_arch
-from hadagen.trial import Kernel, Trial, knobs_key, recipe_digest
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Cache
+from hadagen.problem.target import check_arch
+from hadagen.problem.trial import Kernel, Trial, knobs_key, recipe_digest
 from hadagen.tuning_db.atomic_file import atomic_file, check_place
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,

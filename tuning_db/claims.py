@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql import Select
 
 from hadagen.errors import StorageError
-from hadagen.problem import Problem
+from hadagen.problem.problem import Problem
 from hadagen.tuning_db.schema import ClaimRow, EnvironmentRow, ProblemRow, TrialRow
 from hadagen.tuning_db.store import Store, problem_of, row_of
 

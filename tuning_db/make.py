@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hadagen.errors import StorageError, UsageError
-from hadagen.problem import Problem
-from hadagen.regimes import LOSS
-from hadagen.trial import Outcome, Provenance
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import LOSS
+from hadagen.problem.trial import Outcome, Provenance
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import Selection

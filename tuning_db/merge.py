@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hadagen.errors import UsageError
-from hadagen.problem import Problem
-from hadagen.regimes import Cache, destinations
-from hadagen.trial import Kernel, Outcome, Timing, Trial
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Cache, destinations
+from hadagen.problem.trial import Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import (

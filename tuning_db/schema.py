@@ -20,7 +20,7 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from sqlalchemy.types import TypeDecorator
 
-from hadagen.trial import Environment
+from hadagen.problem.trial import Environment
 from hadagen.tuning_db.files import inflated
 
 PREFIX = "hadagen_"
@@ -86,7 +86,7 @@ class ProblemRow(Base):
 
 
 class EnvironmentRow(Base):
-    """One row for each distinct `hadagen.trial.Environment`; the same names and the same meaning."""
+    """One row for each distinct `hadagen.problem.trial.Environment`; the same names and the same meaning."""
 
     __tablename__ = f"{PREFIX}environments"
     __table_args__ = (UniqueConstraint(*(field.name for field in fields(Environment))),)
@@ -106,7 +106,7 @@ class EnvironmentRow(Base):
 
 
 class KernelRow(Base):
-    """One row for each `hadagen.trial.Kernel`. `threads` … `arithmetic` are the fields of its `LaunchSpec`.
+    """One row for each `hadagen.problem.trial.Kernel`. `threads` … `arithmetic` are the fields of its `LaunchSpec`.
 
     `seal`: SHA-256 of all that it says.
     """
@@ -137,7 +137,7 @@ class KernelRow(Base):
 
 
 class TrialRow(Base):
-    """One `hadagen.trial.Trial`. `seal`: SHA-256 of all that it says, rows of other tables included."""
+    """One `hadagen.problem.trial.Trial`. `seal`: SHA-256 of all that it says, rows of other tables included."""
 
     __tablename__ = f"{PREFIX}trials"
     __table_args__ = (UniqueConstraint("problem_id", "arch", "knobs_key", "environment_id", "provenance"),)
@@ -188,7 +188,7 @@ class ErrorRow(Base):
 
 
 class TimingRow(Base):
-    """One `hadagen.trial.Timing`; `position` keeps their order. Microseconds."""
+    """One `hadagen.problem.trial.Timing`; `position` keeps their order. Microseconds."""
 
     __tablename__ = f"{PREFIX}timings"
 

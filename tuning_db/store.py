@@ -16,10 +16,10 @@ from sqlalchemy.orm import Session, defer, joinedload, selectinload
 from sqlalchemy.sql import Select
 
 from hadagen.errors import StorageError, shown
-from hadagen.launch import LaunchSpec
-from hadagen.problem import Problem
-from hadagen.regimes import Cache, Destination
-from hadagen.trial import (
+from hadagen.problem.launch import LaunchSpec
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Cache, Destination
+from hadagen.problem.trial import (
     Environment,
     Kernel,
     Outcome,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from hadagen.trial import Timing, Trial
+from hadagen.problem.trial import Timing, Trial
 from hadagen.tuning_db.atomic_file import atomic_file, check_place
 from hadagen.tuning_db.winners import WinnerCell, digest_of
 

@@ -28,10 +28,18 @@ from itertools import pairwise
 from math import fsum, isqrt, log
 from typing import Any
 
-from hadagen.launch import PORTABLE_CLUSTER
-from hadagen.problem import Problem, Rows
-from hadagen.regimes import LOSS, Destination, deciding_cache, destinations, element_buckets, nearest, other_share
-from hadagen.trial import Outcome, Provenance, Timing, Trial, knobs_key
+from hadagen.problem.launch import PORTABLE_CLUSTER
+from hadagen.problem.problem import Problem, Rows
+from hadagen.problem.regimes import (
+    LOSS,
+    Destination,
+    deciding_cache,
+    destinations,
+    element_buckets,
+    nearest,
+    other_share,
+)
+from hadagen.problem.trial import Outcome, Provenance, Timing, Trial, knobs_key
 
 
 @dataclass(frozen=True, order=True)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.overrides import handle_torch_function
 
 from hadagen.errors import TensorError, shown
-from hadagen.problem import kernel_order, padded_length
+from hadagen.problem.problem import kernel_order, padded_length
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.checks import check_call, check_is_tensor, has_values, is_symbolic, stands_for_a_tensor

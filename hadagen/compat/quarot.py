@@ -16,8 +16,8 @@ import torch
 from torch.overrides import handle_torch_function
 
 from hadagen.errors import TensorError, UsageError, shown
-from hadagen.matrices import find_matrix, find_orders
-from hadagen.problem import kernel_order
+from hadagen.problem.matrices import find_matrix, find_orders
+from hadagen.problem.problem import kernel_order
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
 from hadagen.runtime.calls import has_only_memory

@@ -20,15 +20,15 @@ from distributed.client import FutureCancelledError
 from distributed.comm.addressing import get_address_host, resolve_address
 from distributed.comm.core import CommClosedError
 
-from hadagen.arch import Arch
+from hadagen.compiler.toolchain import BuildFailure
 from hadagen.errors import DeviceError, UsageError, shown
 from hadagen.fleet import work
 from hadagen.fleet.station import COMPILERS, Greeting, code_digest, gpu_resource
-from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Variant
-from hadagen.problem import Problem
-from hadagen.toolchain import BuildFailure
-from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Trial, knobs_key
+from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import Knobs
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Trial, knobs_key
 
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two looks at who is there

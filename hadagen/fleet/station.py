@@ -14,18 +14,18 @@ from pathlib import Path
 from threading import Condition, Lock
 from typing import Any, Protocol
 
-from hadagen.arch import Arch, load_arch
-from hadagen.cache import cache_root, locked
-from hadagen.codegen import render
+from hadagen.compiler.cache import cache_root, locked
+from hadagen.compiler.codegen import render
+from hadagen.compiler.toolchain import BuildFailure, Toolchain
 from hadagen.errors import DeviceError, DisturbedError, HadagenError, StorageError
-from hadagen.gpu_class import uuid_of
-from hadagen.knobs import Knobs, plan_of
+from hadagen.gpu.gpu_class import uuid_of
 from hadagen.measure import Cell, DeviceRunner, Variant, copy_sources, device_environment
 from hadagen.owners import make_folder
-from hadagen.problem import Problem
-from hadagen.target import nearest_arch
-from hadagen.toolchain import BuildFailure, Toolchain
-from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Trial
+from hadagen.plan.arch import Arch, load_arch
+from hadagen.plan.knobs import Knobs, plan_of
+from hadagen.problem.problem import Problem
+from hadagen.problem.target import nearest_arch
+from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Trial
 
 IDLE_SECONDS = 120.0  # then a measuring process ends, and its GPU is free for others
 TAKEN_SECONDS = 30.0  # the wait for a GPU on which another process measures

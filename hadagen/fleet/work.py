@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 from distributed import Worker, get_worker
 
-from hadagen.arch import Arch
 from hadagen.errors import HadagenError
 from hadagen.fleet.station import IDLE_SECONDS, GpuError, Greeting, Station, without_kernel
-from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Variant
-from hadagen.problem import Problem
+from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import Knobs
+from hadagen.problem.problem import Problem
 
 _REST = "hadagen-rest"  # a periodic callback of the worker
 _stations: WeakKeyDictionary[Worker, Station] = WeakKeyDictionary()

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import fsum, log2, prod
 from typing import NamedTuple
 
-from hadagen.problem import Problem
-from hadagen.regimes import (
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import (
     Cache,
     Destination,
     buffer_bytes,
@@ -27,7 +27,7 @@ from hadagen.regimes import (
     may_be_hot,
     quantized_bytes,
 )
-from hadagen.trial import Timing
+from hadagen.problem.trial import Timing
 
 # The least count with cold times. Below (256 KiB), a launch is all latency, and its input is hot in real programs.
 LEAST_COLD_ELEMENTS = 1 << 16

@@ -15,16 +15,16 @@ from functools import partial
 
 import torch
 
-from hadagen.driver import DoesNotFit, LoadedKernel
+from hadagen.gpu.driver import DoesNotFit, LoadedKernel
 from hadagen.measure.cells import Cell
 from hadagen.measure.messages import Answer, Choice, ChoiceResult, Compare, Comparison, Rank, Ranking, Times
 from hadagen.measure.peer import Peer, Peers, calls_of
 from hadagen.measure.timing import GRAPHS, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.measure.yardstick import Yardstick
-from hadagen.problem import Problem
-from hadagen.regimes import Destination
-from hadagen.trial import Kernel, Outcome
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination
+from hadagen.problem.trial import Kernel, Outcome
 
 _REPLAYS = 5
 # For a call that takes milliseconds, fewer replays are enough.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from string import Template
 
-from hadagen.launch import PARAMS, LaunchSpec, Param, Source
+from hadagen.problem.launch import PARAMS, LaunchSpec, Param, Source
 from hadagen.templates import read_texts
 
 # (threads of a block, 16-byte vectors of a thread)

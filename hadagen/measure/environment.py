@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ctypes import create_string_buffer
 
-from hadagen import libcuda
-from hadagen.driver import bindings, check, driver_version
 from hadagen.errors import DeviceError, printable
-from hadagen.gpu_class import class_name, memory_of, nvml_gpu
-from hadagen.trial import Environment
+from hadagen.gpu import libcuda
+from hadagen.gpu.driver import bindings, check, driver_version
+from hadagen.gpu.gpu_class import class_name, memory_of, nvml_gpu
+from hadagen.problem.trial import Environment
 
 
 def device_environment(device_index: int = 0) -> Environment:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hadagen.measure.cells import Cell
-from hadagen.problem import Problem
-from hadagen.trial import Disturbed, Kernel, Outcome, Timing
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Disturbed, Kernel, Outcome, Timing
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ processes outside nor its own number. So a process counts only if it runs, and t
 
 *Slowed down.* The bits for heat, for the power brake and for a hardware slowdown count. The power cap does not: a GPU
 at its default limit reaches it under load, and then its clocks are as they always are for that kernel. A lower limit is
-another class (`hadagen.gpu_class`). A bit may also be set while the clocks change, so it must still be set a moment
+another class (`hadagen.gpu.gpu_class`). A bit may also be set while the clocks change, so it must still be set a moment
 later.
 """
 
@@ -24,10 +24,10 @@ import os
 import time
 from collections.abc import Callable, Collection
 
-from hadagen import libnvml
-from hadagen.gpu_class import class_name
-from hadagen.target import model_of
-from hadagen.trial import Disturbed, Environment
+from hadagen.gpu import libnvml
+from hadagen.gpu.gpu_class import class_name
+from hadagen.problem.target import model_of
+from hadagen.problem.trial import Disturbed, Environment
 
 BUSY_PERCENT = 10  # of the time of another; with less, the median of the replays is still that of a kernel alone
 _SAMPLE_S = 1.5  # a sample period is at most a second

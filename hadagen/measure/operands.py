@@ -7,10 +7,10 @@ from contextlib import suppress
 import torch
 
 from hadagen.errors import UsageError
-from hadagen.matrices import find_matrix
-from hadagen.operands import MATRIX, Values, kernel_operands, operands_of, verification_operands
-from hadagen.problem import Problem
-from hadagen.reference import hadamard
+from hadagen.problem.matrices import find_matrix
+from hadagen.problem.operands import MATRIX, Values, kernel_operands, operands_of, verification_operands
+from hadagen.problem.problem import Problem
+from hadagen.truth.reference import hadamard
 
 # Bytes before and behind each array, and what they hold: as an entry of a matrix, nothing that it may have.
 _GUARD, _POISON = 4096, 0x7F

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hadagen.accuracy import TORCH_DTYPE
-from hadagen.operands import verification_operands
-from hadagen.problem import DType, Problem, Rows
-from hadagen.reference import hadamard, verification_scale
+from hadagen.problem.operands import verification_operands
+from hadagen.problem.problem import DType, Problem, Rows
+from hadagen.truth.accuracy import TORCH_DTYPE
+from hadagen.truth.reference import hadamard, verification_scale
 
 # The longest rows that one product is timed for: its matrix takes 512 MiB, in float32 twice as much.
 MOST_DENSE = 1 << 14

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from hadagen.measure.runner import Variant
-from hadagen.trial import Outcome, Provenance, Trial, knobs_key
+from hadagen.problem.trial import Outcome, Provenance, Trial, knobs_key
 
 
 class ReplayRunner:

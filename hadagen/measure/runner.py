@@ -14,8 +14,8 @@ from hadagen.measure.cells import Cell, Cells
 from hadagen.measure.messages import Answer, Choice, Compare, Comparison, Look, Measure, Race, Rank, Ranking
 from hadagen.measure.watch import SILENCE_S
 from hadagen.measure.worker import Failure, Service, Worker
-from hadagen.problem import Numerics, Problem
-from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial, utc_now
+from hadagen.problem.problem import Numerics, Problem
+from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial, utc_now
 
 _log = logging.getLogger("hadagen")
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from hadagen.driver import DriverError, LoadedKernel, bindings, load
-from hadagen.gpu_class import nvml_gpu
+from hadagen.gpu.driver import DriverError, LoadedKernel, bindings, load
+from hadagen.gpu.gpu_class import nvml_gpu
 from hadagen.measure.cells import Cell, Cells, all_cells, probe_cells
 from hadagen.measure.comparing import Comparer
 from hadagen.measure.environment import device_environment
@@ -22,9 +22,9 @@ from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.measure.watch import Watch
 from hadagen.measure.yardstick import Yardstick
-from hadagen.problem import Problem
-from hadagen.regimes import Cache, Destination, timed_elements
-from hadagen.trial import Disturbed, Environment, Kernel, Outcome, Timing
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Cache, Destination, timed_elements
+from hadagen.problem.trial import Disturbed, Environment, Kernel, Outcome, Timing
 
 _RACE_REPLAYS = 15  # of each of two kernels
 

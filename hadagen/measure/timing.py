@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hadagen import libcuda
-from hadagen.accuracy import TORCH_DTYPE
-from hadagen.driver import Launch, LoadedKernel, bindings, check
-from hadagen.launch import RowShape
+from hadagen.gpu import libcuda
+from hadagen.gpu.driver import Launch, LoadedKernel, bindings, check
 from hadagen.measure.cells import EVICTION, Cell, Traffic
 from hadagen.measure.operands import Orthonormal
 from hadagen.measure.watch import Watch
-from hadagen.operands import sizes_for
-from hadagen.problem import DType, Problem
-from hadagen.regimes import Destination, timed_rows
+from hadagen.problem.launch import RowShape
+from hadagen.problem.operands import sizes_for
+from hadagen.problem.problem import DType, Problem
+from hadagen.problem.regimes import Destination, timed_rows
+from hadagen.truth.accuracy import TORCH_DTYPE
 
 REPEATED_BUFFERS = 3  # an input and two results
 GRAPHS = 2  # rounds of `Stopwatch.time` for times that are compared with others

@@ -21,20 +21,20 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hadagen import quantizer
-from hadagen.accuracy import TORCH_DTYPE, error_of, relative_error, scales_in_rows
-from hadagen.bits import encode
 from hadagen.errors import told_apart
-from hadagen.formats import TENSOR
-from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
 from hadagen.measure.operands import DeviceOperands
 from hadagen.measure.watch import Watch
-from hadagen.operands import MATRIX, Values, operands_of, sizes_for, verification_operands, written_of
-from hadagen.problem import Numerics, Problem, Rows
-from hadagen.reference import input_classes, transform, verification_scale
-from hadagen.regimes import timed_rows
-from hadagen.trial import Outcome
+from hadagen.problem.bits import encode
+from hadagen.problem.formats import TENSOR
+from hadagen.problem.launch import LaunchSpec, RowShape
+from hadagen.problem.operands import MATRIX, Values, operands_of, sizes_for, verification_operands, written_of
+from hadagen.problem.problem import Numerics, Problem, Rows
+from hadagen.problem.regimes import timed_rows
+from hadagen.problem.trial import Outcome
+from hadagen.truth import quantizer
+from hadagen.truth.accuracy import TORCH_DTYPE, error_of, relative_error, sample_scale, scales_in_rows
+from hadagen.truth.reference import input_classes, transform, verification_scale
 
 # Bytes of an element → type of its raw bits.
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -49,7 +49,7 @@ _WHOLE_CLASS = "constant"
 
 
 class Launchable(Protocol):
-    """A kernel to verify: `hadagen.driver.LoadedKernel`, or a stand-in."""
+    """A kernel to verify: `hadagen.gpu.driver.LoadedKernel`, or a stand-in."""
 
     @property
     def spec(self) -> LaunchSpec: ...
@@ -305,7 +305,7 @@ class Verifier:
         ]
         if problem.io.form is None:
             return [error_of(problem, [results[0].view(dtype)], case.reference), *errors]
-        scale = quantizer.sample_scales(problem.io.form, len(results[0]), self._device)
+        scale = sample_scale(problem.io.form, len(results[0]), self._device)
         return [error_of(problem, results[:second], case.reference, scale), *errors]
 
     def run(
@@ -346,7 +346,7 @@ class Verifier:
             poisoned = torch.full(written, _POISON[1], dtype=torch.uint8, device=self._device).view(of_scales)
             memory = quantizer.memory_of(quantizer.laid_out(poisoned, form.layout))
             scales = _Buffer(memory, writable=memory == _POISON[1])
-            scale = quantizer.sample_scales(form, units, self._device)
+            scale = sample_scale(form, units, self._device)
             outputs = [target, scales]
             addresses |= {
                 "scales": scales.view.data_ptr(),

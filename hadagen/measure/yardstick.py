@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
-from hadagen.driver import LoadedKernel
-from hadagen.launch import PARAMS
+from hadagen.gpu.driver import LoadedKernel
 from hadagen.measure.cells import Traffic
 from hadagen.measure.timing import GRAPHS, Stopwatch, copy_work
+from hadagen.problem.launch import PARAMS
 
 # Copy times are no older than this when they are written beside a kernel's.
 _YARDSTICK_LIFE_S = 20.0

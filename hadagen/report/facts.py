@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 from hadagen.errors import printable
-from hadagen.knobs import knobs_text
-from hadagen.problem import Problem
+from hadagen.plan.knobs import knobs_text
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
 from hadagen.report.names import device_name, series_name
 from hadagen.report.sources import Source
-from hadagen.trial import Environment, Outcome, Provenance, Trial
 from hadagen.tuning_db.bundle import BundleEntry
 
 MOST_DETAILS = 12  # kinds of failures in the table

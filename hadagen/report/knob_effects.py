@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import fsum, log
 from statistics import quantiles
 
-from hadagen.regimes import REGIMES
+from hadagen.problem.regimes import REGIMES
+from hadagen.problem.trial import Outcome
 from hadagen.report.names import series_name, short_text
 from hadagen.report.scores import ALL, Search
-from hadagen.trial import Outcome
 
 ALL_PROBLEMS = "all problems"
 SCOPES = (ALL, *REGIMES)

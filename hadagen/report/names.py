@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hadagen.errors import printable
-from hadagen.formats import FORMATS, Format, Layout
-from hadagen.problem import Problem, Rows
+from hadagen.problem.formats import FORMATS, Format, Layout
+from hadagen.problem.problem import Problem, Rows
 
 # Of the types and numerics of a problem, in the order of their colours.
 SERIES = ("float16 accurate", "float16 fast", "bfloat16 accurate", "bfloat16 fast", "float32 accurate")

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import exp, fsum, log
 
-from hadagen.problem import Problem
-from hadagen.regimes import Cache, Destination, regime
-from hadagen.trial import Outcome, Trial
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Cache, Destination, regime
+from hadagen.problem.trial import Outcome, Trial
 
 ALL = "all regimes"
 Cell = tuple[int, Destination, Cache]  # elements, where the result goes, where the input lies

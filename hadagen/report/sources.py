@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hadagen.problem import Problem
-from hadagen.regimes import Cache
-from hadagen.trial import Outcome, Trial
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Cache
+from hadagen.problem.trial import Outcome, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.winners import WinnerCell, cell_value, digest_of, portfolio_of, ranked_by_cell
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import geometric_mean
 
-from hadagen.problem import Problem
-from hadagen.regimes import LATENCY_ELEMENTS, Cache, Destination, element_buckets, regime, touched_bytes
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import LATENCY_ELEMENTS, Cache, Destination, element_buckets, regime, touched_bytes
 from hadagen.report.names import device_name, kind_name, series_name, size_name
 from hadagen.tuning_db.bundle import BundleEntry
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainError, UsageError, printable, shown
 from hadagen.owners import problem_of
-from hadagen.problem import Problem
-from hadagen.regimes import Destination
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination
+from hadagen.problem.target import known_archs
 from hadagen.runtime import bundles, tables, trust
 from hadagen.runtime.arguments import explained
 from hadagen.runtime.choose import as_problem, is_settled, where_measured
 from hadagen.runtime.device import Device, cuda_device, cuda_index
 from hadagen.runtime.guesses import nearest_problems
 from hadagen.runtime.loading import cpus
-from hadagen.target import known_archs
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def autotune(
     if find_spec("numpy") is None:
         raise ToolchainError("numpy is missing, with which kernels are verified; pip install numpy")
     try:
-        from hadagen.autotuner import add_winners
+        from hadagen.tuner.autotuner import add_winners
     except ImportError as error:  # such as Jinja2, which PyTorch brings along
         raise ToolchainError(f"kernels cannot be generated ({error}); pip install jinja2") from None
     add_winners(path, wanted, index, target.arch, _known_knobs(wanted), seconds, cpus())

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from hadagen.errors import UsageError, shown
-from hadagen.launch import LaunchSpec
-from hadagen.problem import MAX_LOG2_N, Problem, Rows, kernel_order, padded_length
-from hadagen.regimes import Destination
+from hadagen.problem.launch import LaunchSpec
+from hadagen.problem.problem import MAX_LOG2_N, Problem, Rows, kernel_order, padded_length
+from hadagen.problem.regimes import Destination
+from hadagen.problem.target import arch_of_gpu
+from hadagen.problem.trial import Provenance
 from hadagen.runtime.arguments import as_int, explained, is_count, is_flag, is_one_of
 from hadagen.runtime.choose import BATCH_INVARIANT, Match, as_problem, choose_from_bundles
 from hadagen.runtime.device import Device, find_device
-from hadagen.target import arch_of_gpu
-from hadagen.trial import Provenance
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_unary
 
-from hadagen.driver import Launch
-from hadagen.formats import Format
-from hadagen.launch import RowShape
-from hadagen.problem import Problem, Rows
+from hadagen.gpu.driver import Launch
+from hadagen.problem.formats import Format
+from hadagen.problem.launch import RowShape
+from hadagen.problem.problem import Problem, Rows
 from hadagen.runtime import kernels, streams, tables
 from hadagen.runtime.checks import check_writable
 from hadagen.runtime.operands import Operands, addresses, is_packed

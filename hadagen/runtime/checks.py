@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import TensorError, UsageError, choice, shown
-from hadagen.problem import Numerics
+from hadagen.problem.problem import Numerics
 from hadagen.runtime.arguments import is_flag, is_one_of
 from hadagen.runtime.overlap import overlaps_itself
 

@@ -29,15 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from hadagen.errors import StorageError, ToolchainError, UsageError, shown
-from hadagen.launch import PORTABLE_CLUSTER
-from hadagen.problem import Numerics, Problem, Rows
-from hadagen.regimes import Destination, destinations, nearest
+from hadagen.problem.launch import PORTABLE_CLUSTER
+from hadagen.problem.problem import Numerics, Problem, Rows
+from hadagen.problem.regimes import Destination, destinations, nearest
+from hadagen.problem.target import generation
+from hadagen.problem.trial import Provenance
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.device import Device
 from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems
-from hadagen.target import generation
-from hadagen.trial import Provenance
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 # Whether calls that do not say want the same bits for a row in every call.

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
-from hadagen.formats import ROW, TENSOR, Format, Layout
-from hadagen.operands import sizes_for
-from hadagen.problem import LEAST_GROUP, Problem
+from hadagen.problem.formats import ROW, TENSOR, Format, Layout
+from hadagen.problem.operands import sizes_for
+from hadagen.problem.problem import LEAST_GROUP, Problem
 from hadagen.runtime import calls
 from hadagen.runtime.calls import ALIGNMENT, Part, Run, needs_derivative, problem_of, span
 from hadagen.runtime.checks import check_alike, check_is_tensor, check_writable, is_functional, kind_of, shape_of
 from hadagen.runtime.linear import register
 from hadagen.runtime.operands import Operands, check
 from hadagen.runtime.rotate import check_whole, rotated
+from hadagen.truth import quantizer
 
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
 NAMES = "out.codes", "out.scales"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hadagen.errors import UsageError
-from hadagen.matrices import MAX_GIVEN_ORDER, find_orders
+from hadagen.problem.matrices import MAX_GIVEN_ORDER, find_orders
 from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of
 from hadagen.runtime.named import matrix_of
 from hadagen.runtime.overlap import overlaps_itself

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from hadagen.driver import Launch
 from hadagen.errors import TensorError
-from hadagen.launch import RowShape
-from hadagen.problem import Rows, padded_length
+from hadagen.gpu.driver import Launch
+from hadagen.problem.launch import RowShape
+from hadagen.problem.problem import Rows, padded_length
 from hadagen.runtime import calls, fallback, kernels, streams
 from hadagen.runtime.calls import ALIGNMENT, Run, increment_version, span
 from hadagen.runtime.checks import check_call, check_like, check_writable

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from hadagen import driver
 from hadagen.errors import DeviceError
-from hadagen.launch import X, Y
-from hadagen.problem import Rows
+from hadagen.gpu import driver
+from hadagen.problem.launch import X, Y
+from hadagen.problem.problem import Rows
 from hadagen.runtime import compute, kernels, streams
 from hadagen.runtime.device import cuda_index
 from hadagen.runtime.transform import hadamard_transform

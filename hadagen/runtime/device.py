@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError, shown
-from hadagen.gpu_class import class_of
-from hadagen.target import arch_of_gpu, check_arch, generation, known_archs, model_of, nearest_arch
+from hadagen.gpu.gpu_class import class_of
+from hadagen.problem.target import arch_of_gpu, check_arch, generation, known_archs, model_of, nearest_arch
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +18,8 @@ _NUMBER = re.compile("-?[0-9]+|cuda(:[0-9]+)?")  # the number of a CUDA device, 
 
 @dataclass(frozen=True)
 class Device:
-    """`arch`: such as "sm90". `gpu`: the name of its class (`hadagen.gpu_class`), which of a GPU as it comes is that in
-    CUDA, such as "NVIDIA H100 80GB HBM3"; "" for any."""
+    """`arch`: such as "sm90". `gpu`: the name of its class (`hadagen.gpu.gpu_class`), which of a GPU as it comes is
+    that in CUDA, such as "NVIDIA H100 80GB HBM3"; "" for any."""
 
     arch: str
     gpu: str = ""

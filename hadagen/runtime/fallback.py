@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hadagen.problem import padded_length
+from hadagen.problem.problem import padded_length
 
 # Elements transformed at a time. On the CPU the two work buffers then stay in cache; on a GPU they stay small.
 _CPU_BLOCK = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hadagen.errors import UsageError, shown
-from hadagen.matrices import MAX_GIVEN_ORDER
+from hadagen.problem.matrices import MAX_GIVEN_ORDER
 from hadagen.runtime.arguments import as_int, is_count
 from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from hadagen.problem import Io, Problem, Rows, difference
+from hadagen.problem.problem import Io, Problem, Rows, difference
+from hadagen.problem.target import known_archs
+from hadagen.problem.trial import Environment, Provenance, knobs_key, recipe_digest
 from hadagen.runtime.device import Device
-from hadagen.target import known_archs
-from hadagen.trial import Environment, Provenance, knobs_key, recipe_digest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
@@ -57,7 +57,7 @@ def adapted(
 
     Raises `ToolchainError` if kernels cannot be generated here, and `StorageError` if the bundle is damaged.
     """
-    from hadagen.recipes import closest_recipe  # here, because a call that finds a cubin needs none of it
+    from hadagen.compiler.recipes import closest_recipe  # here, because a call that finds a cubin needs none of it
 
     found: dict[int, BundleEntry] = {}
     for elements, entry in entries.items():

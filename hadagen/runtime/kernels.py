@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from hadagen.accuracy import TORCH_DTYPE
-from hadagen.driver import DoesNotFit, Launch, LoadedKernel
 from hadagen.errors import DeviceError, StorageError, ToolchainError, printable
-from hadagen.formats import Format
-from hadagen.launch import RowShape
-from hadagen.problem import MAX_LOG2_N, MAX_ORDER, Numerics, Problem, Rows
-from hadagen.regimes import Destination, nearest
+from hadagen.gpu.driver import DoesNotFit, Launch, LoadedKernel
+from hadagen.problem.formats import Format
+from hadagen.problem.launch import RowShape
+from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, Numerics, Problem, Rows
+from hadagen.problem.regimes import Destination, nearest
 from hadagen.runtime import bundles, tables
 from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, how_to_get_kernels
 from hadagen.runtime.guesses import may_be_guessed
 from hadagen.runtime.loading import load
+from hadagen.truth.accuracy import TORCH_DTYPE
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 AUTOTUNE = "HADAGEN_AUTOTUNE"  # the variable that makes calls measure problems that nobody measured

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hadagen import driver
-from hadagen.driver import DriverError, LoadedKernel
 from hadagen.errors import DeviceError, HadagenError, ToolchainError, UsageError, printable
-from hadagen.launch import ENTRY
-from hadagen.problem import Problem
+from hadagen.gpu import driver
+from hadagen.gpu.driver import DriverError, LoadedKernel
+from hadagen.problem.launch import ENTRY
+from hadagen.problem.problem import Problem
 from hadagen.runtime.device import Device
 from hadagen.runtime.guesses import may_be_guessed
 from hadagen.runtime.proof import is_right
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:
-    from hadagen.recipes import Recipe
+    from hadagen.compiler.recipes import Recipe
 
 
 def load(bundle: Bundle | None, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
@@ -61,7 +61,7 @@ def compile_missing(chosen: Iterable[tuple[BundleEntry, Bundle | None]], target:
     """Compile the kernels of these entries that have no cubin for this arch, several at a time. Whatever fails will
     fail again when it is loaded."""
     for recipes in lacking_code(chosen, target).values():
-        from hadagen.recipes import compile_all
+        from hadagen.compiler.recipes import compile_all
 
         with suppress(HadagenError):
             compile_all(recipes, target.arch, jobs=min(len(recipes), cpus()))
@@ -77,13 +77,13 @@ def lacking_code(chosen: Iterable[tuple[BundleEntry, Bundle | None]], target: De
 
 
 def _compiled(entry: BundleEntry, target: Device) -> bytes:
-    from hadagen.recipes import image_of  # here, because a call that finds a cubin needs none of it
+    from hadagen.compiler.recipes import image_of  # here, because a call that finds a cubin needs none of it
 
     return image_of(_recipe(entry), target.arch)
 
 
 def _recipe(entry: BundleEntry) -> Recipe:
-    from hadagen.recipes import Recipe
+    from hadagen.compiler.recipes import Recipe
 
     return Recipe(entry.problem, entry.knobs, entry.arch, entry.launch)
 
@@ -98,7 +98,7 @@ def _proven(image: bytes, name: str, entry: BundleEntry, device: int, target: De
 
     Raises `ToolchainError` if it is wrong, and `DeviceError` if that cannot be found out now.
     """
-    from hadagen import recipes
+    from hadagen.compiler import recipes
 
     kernel = driver.load(image, name, entry.launch, device)
     judged = image, entry.problem, entry.launch, target.gpu, driver.driver_version()

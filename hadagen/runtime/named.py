@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import TensorError
-from hadagen.matrices import find_matrix
-from hadagen.problem import MAX_ORDER, kernel_order
+from hadagen.problem.matrices import find_matrix
+from hadagen.problem.problem import MAX_ORDER, kernel_order
 from hadagen.runtime import sealed
 from hadagen.runtime.given import as_matrices, mean_square_of_rows, unpack_given
 from hadagen.runtime.linear import LIBRARY

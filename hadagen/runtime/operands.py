@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from hadagen import operands
 from hadagen.errors import TensorError
-from hadagen.operands import ENTRY_BYTES
-from hadagen.problem import MAX_ORDER, kernel_order
+from hadagen.problem import operands
+from hadagen.problem.operands import ENTRY_BYTES
+from hadagen.problem.problem import MAX_ORDER, kernel_order
 from hadagen.runtime.checks import check_alike, check_call, how_to_join
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
@@ -152,8 +152,8 @@ def pack_matrices(matrices: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
-    """The operand for a matrix of −1, 0 and 1, uint8 [2 · side²]: what `hadagen.operands.pack_matrix` makes of it, and
-    of the matrix transposed."""
+    """The operand for a matrix of −1, 0 and 1, uint8 [2 · side²]: what `hadagen.problem.operands.pack_matrix` makes of
+    it, and of the matrix transposed."""
     return torch.cat((operands.pack_matrix(matrix), operands.pack_matrix(matrix.T)))
 
 

@@ -7,16 +7,16 @@ from itertools import product
 
 import torch
 
-from hadagen import quantizer
-from hadagen.accuracy import TORCH_DTYPE
-from hadagen.driver import LoadedKernel
-from hadagen.formats import Format
-from hadagen.launch import RowShape
-from hadagen.operands import sizes_for
-from hadagen.problem import LARGE, DType, Problem
+from hadagen.gpu.driver import LoadedKernel
+from hadagen.problem.formats import Format
+from hadagen.problem.launch import RowShape
+from hadagen.problem.operands import sizes_for
+from hadagen.problem.problem import LARGE, DType, Problem
 from hadagen.runtime import fallback
 from hadagen.runtime.operands import Operands, addresses, pack_matrix
 from hadagen.runtime.product import rotate_into
+from hadagen.truth import quantizer
+from hadagen.truth.accuracy import TORCH_DTYPE, sample_scale
 
 # So many elements at least, because the error of few may be far above that of many.
 _ELEMENTS = 1 << 15
@@ -94,7 +94,7 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format, size:
     wanted = x.to(torch.float32, copy=True)
     if problem.n > 1:
         rotate_into(x.float(), wanted, of, fallback.transform)
-    given = quantizer.sample_scales(form, rows, device)
+    given = sample_scale(form, rows, device)
     given = given if given is None else given * size
     exact = wanted.double()
     codes, scales = quantizer.empty(rows, columns, form, x.dtype, device)

@@ -10,8 +10,8 @@ import torch
 from torch.autograd import forward_ad
 
 from hadagen.errors import TensorError, UsageError, shown
-from hadagen.formats import TENSOR, Format
-from hadagen.problem import Problem, Rows
+from hadagen.problem.formats import TENSOR, Format
+from hadagen.problem.problem import Problem, Rows
 from hadagen.runtime import calls, kernels
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, problem_of

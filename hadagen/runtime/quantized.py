@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
-from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError, shown
-from hadagen.formats import ROW, TENSOR, Element, Format, Layout
+from hadagen.problem.formats import ROW, TENSOR, Element, Format, Layout
 from hadagen.runtime.checks import (
     check_alike,
     check_dtype,
@@ -24,6 +23,7 @@ from hadagen.runtime.checks import (
     is_functional,
     kind_of,
 )
+from hadagen.truth import quantizer
 
 
 class Quantized:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from hadagen.problem import Problem
+from hadagen.problem.problem import Problem
 from hadagen.runtime import calls, compute, product, sealed, streams
 from hadagen.runtime.calls import ALIGNMENT, Run, launch_of, number_of, problem_of
 from hadagen.runtime.checks import check_alike, check_like, check_writable

@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
-from hadagen.matrices import find_matrix, find_orders
-from hadagen.problem import Numerics, Transform
+from hadagen.problem.matrices import find_matrix, find_orders
+from hadagen.problem.problem import Numerics, Transform
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
 from hadagen.runtime.calls import ALIGNMENT, Range, again, has_only_memory, is_plain, number_of
@@ -311,7 +311,7 @@ class Rotation(SealedModule):
 
         Keys: n, block, matrix (the name), signs and signs_after (lists of ±1, or None), and factors. factors has a
         dictionary for each matrix except Sylvester's: order, and for a named matrix sha256 (the digest of
-        `hadagen.matrices.Matrix`), else dtype and entries.
+        `hadagen.problem.matrices.Matrix`), else dtype and entries.
         """
         if self.name == _GIVEN:
             self._known(_MATRICES)

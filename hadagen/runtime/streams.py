@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hadagen import driver
+from hadagen.gpu import driver
 
 # torch.cuda.current_stream builds an object, which takes longer than the launch.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (

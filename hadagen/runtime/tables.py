@@ -7,9 +7,9 @@ import threading
 from collections import defaultdict
 from typing import Any
 
-from hadagen.driver import LoadedKernel
 from hadagen.errors import HadagenError
-from hadagen.problem import Problem
+from hadagen.gpu.driver import LoadedKernel
+from hadagen.problem.problem import Problem
 
 calls: dict[tuple[Any, ...], Any] = {}  # key → `Run`, for all calls with it
 numbers: dict[tuple[Any, ...], int] = {}  # what operands are and where they lie → a number that no other has

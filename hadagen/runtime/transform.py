@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.overrides import handle_torch_function
 
-from hadagen.problem import padded_length
+from hadagen.problem.problem import padded_length
 from hadagen.runtime.calls import again, is_plain
 from hadagen.runtime.checks import (
     REAL,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hadagen.errors import UsageError, shown
-from hadagen.formats import Format
-from hadagen.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
+from hadagen.problem.formats import Format
+from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
 from hadagen.runtime import kernels
 from hadagen.runtime.arguments import as_int, explained, is_count, is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT

@@ -16,10 +16,8 @@ from operator import attrgetter
 from threading import Event
 from typing import Any
 
-from hadagen.arch import Arch
-from hadagen.codegen import render
-from hadagen.costmodel import Estimate, copy_us
-from hadagen.emulator import (
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import (
     EmulationError,
     HostCompileError,
     HostCompilerDied,
@@ -28,18 +26,20 @@ from hadagen.emulator import (
     verification_rows,
     verify,
 )
+from hadagen.compiler.programs import Patience
 from hadagen.errors import told_apart
-from hadagen.knobs import KNOBS, Knobs, plan_of
-from hadagen.launch import RowShape, Source
 from hadagen.measure import Cell, Variant, all_cells
-from hadagen.operands import verification_operands
-from hadagen.plan import Plan
-from hadagen.problem import Problem
-from hadagen.programs import Patience
-from hadagen.reference import NORMAL_ELEMENTS
-from hadagen.regimes import main_buckets, regime
-from hadagen.space import Space
-from hadagen.trial import Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
+from hadagen.plan.arch import Arch
+from hadagen.plan.costmodel import Estimate, copy_us
+from hadagen.plan.knobs import KNOBS, Knobs, plan_of
+from hadagen.plan.plan import Plan
+from hadagen.plan.space import Space
+from hadagen.problem.launch import RowShape, Source
+from hadagen.problem.operands import verification_operands
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import main_buckets, regime
+from hadagen.problem.trial import Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
+from hadagen.truth.reference import NORMAL_ELEMENTS
 
 BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for them
 # Elements of each class of input. They must be many for the error to lie within the few hundredths that a bound leaves:

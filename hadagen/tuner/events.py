@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hadagen.knobs import Knobs
-from hadagen.problem import Problem
-from hadagen.trial import Environment, Outcome, Trial
+from hadagen.plan.knobs import Knobs
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Environment, Outcome, Trial
 from hadagen.tuner.study import Scores
 
 if TYPE_CHECKING:

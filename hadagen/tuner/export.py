@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from hadagen.trial import Outcome, Trial
+from hadagen.problem.trial import Outcome, Trial
 from hadagen.tuner.recording import Recording
 from hadagen.tuning_db.atomic_file import atomic_file, check_place
 

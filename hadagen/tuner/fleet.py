@@ -19,14 +19,14 @@ from threading import Event as Flag
 from threading import Lock
 from typing import Any, TypeVar
 
-from hadagen.arch import Arch
+from hadagen.compiler.toolchain import BuildFailure
 from hadagen.errors import DeviceError, DisturbedError
 from hadagen.fleet.client import DeviceClass, Fleet, hardware
-from hadagen.knobs import Knobs
 from hadagen.measure import BestTimes, Cell, Variant, without_texts
-from hadagen.problem import Problem
-from hadagen.toolchain import BuildFailure
-from hadagen.trial import Disturbed, Kernel, NotTried, Outcome, Provenance, Timing, Trial
+from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import Knobs
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Disturbed, Kernel, NotTried, Outcome, Provenance, Timing, Trial
 from hadagen.tuner.events import Event, Listener, OfClass, SearchStarted, TrialFinished, VariantNotTried
 from hadagen.tuner.pipeline import ATTEMPTS, WAKE_SECONDS, Ask, Build, Keep, failed_trial, repeated
 from hadagen.tuner.search import first_guesses

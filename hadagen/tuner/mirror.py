@@ -24,7 +24,7 @@ from sqlalchemy import MetaData, Table, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from hadagen.errors import StorageError
-from hadagen.regimes import REGIMES
+from hadagen.problem.regimes import REGIMES
 from hadagen.tuning_db.store import Store
 
 ATTEMPTS = 20  # to open; more than the tables and indexes that Optuna makes

@@ -15,15 +15,15 @@ from threading import Event as Flag
 from threading import current_thread, main_thread
 from typing import Any, Protocol
 
-from hadagen.arch import Arch
-from hadagen.codegen import render
+from hadagen.compiler.codegen import render
+from hadagen.compiler.toolchain import BuildFailure
 from hadagen.errors import DisturbedError
-from hadagen.knobs import Knobs, knobs_text, plan_of
-from hadagen.launch import Source
 from hadagen.measure import Runner, Variant
-from hadagen.problem import Problem
-from hadagen.toolchain import BuildFailure
-from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
+from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import Knobs, knobs_text, plan_of
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import Problem
+from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
 from hadagen.tuner.events import BatchBuilt, Listener, VariantNotTried
 
 ATTEMPTS = 3  # to compile a variant whose compiler dies; then the variant is to blame

@@ -15,8 +15,8 @@ from typing import Protocol, runtime_checkable
 
 from hadagen.errors import DeviceError, DisturbedError
 from hadagen.measure import Cell, Variant
-from hadagen.regimes import Cache
-from hadagen.trial import Trial
+from hadagen.problem.regimes import Cache
+from hadagen.problem.trial import Trial
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import RankedTrial, digest_of, may_win, ranked_by_cell
 

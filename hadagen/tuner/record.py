@@ -15,14 +15,14 @@ from itertools import islice
 from pathlib import Path
 from threading import Event as Flag
 
-from hadagen.arch import Arch
 from hadagen.errors import StorageError
-from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Runner
-from hadagen.problem import Problem
-from hadagen.regimes import Destination, deciding_cache, timed_elements
-from hadagen.space import Space
-from hadagen.trial import Environment, Outcome, Trial, utc_now
+from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import Space
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination, deciding_cache, timed_elements
+from hadagen.problem.trial import Environment, Outcome, Trial, utc_now
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import Build, Pipeline
 from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording

@@ -17,13 +17,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hadagen.arch import Arch, load_arch
 from hadagen.errors import StorageError, UsageError
-from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, KnobValue, are_known
 from hadagen.measure import Cell
-from hadagen.problem import Problem
-from hadagen.regimes import Cache, Destination
-from hadagen.trial import Environment, Outcome, Provenance, Timing, Trial
+from hadagen.plan.arch import Arch, load_arch
+from hadagen.plan.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, KnobValue, are_known
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Cache, Destination
+from hadagen.problem.trial import Environment, Outcome, Provenance, Timing, Trial
 from hadagen.tuning_db.atomic_file import atomic_file
 from hadagen.tuning_db.files import read_start
 

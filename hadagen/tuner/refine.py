@@ -18,9 +18,9 @@ from itertools import pairwise
 from math import inf, isqrt
 
 from hadagen.measure import Cell, Variant, cells_at
-from hadagen.problem import Problem
-from hadagen.regimes import LOSS, Destination, destinations
-from hadagen.trial import Environment, Kernel, Outcome, Trial, knobs_key
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import LOSS, Destination, destinations
+from hadagen.problem.trial import Environment, Kernel, Outcome, Trial, knobs_key
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import (

@@ -14,8 +14,8 @@ from math import ceil, exp, fsum, log
 
 from hadagen.errors import UsageError
 from hadagen.measure import Cell, ReplayRunner
-from hadagen.space import Space
-from hadagen.trial import Outcome, Trial, knobs_key
+from hadagen.plan.space import Space
+from hadagen.problem.trial import Outcome, Trial, knobs_key
 from hadagen.tuner.events import Event, TrialFinished
 from hadagen.tuner.pipeline import Pipeline, Work
 from hadagen.tuner.recording import Recording

@@ -25,14 +25,14 @@ from threading import Lock
 
 import optuna
 
-from hadagen.arch import Arch
 from hadagen.errors import DisturbedError, UsageError
-from hadagen.knobs import Knobs
 from hadagen.measure import Runner
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable, difference
+from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import Space
+from hadagen.problem.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable, difference
+from hadagen.problem.trial import Outcome, Trial, knobs_key
 from hadagen.runtime.guesses import nearest_problems
-from hadagen.space import Space
-from hadagen.trial import Outcome, Trial, knobs_key
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import (
     Listener,

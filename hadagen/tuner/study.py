@@ -26,14 +26,14 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hadagen.arch import Arch
 from hadagen.errors import UsageError
-from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.measure import Cell
-from hadagen.problem import Problem
-from hadagen.regimes import REGIMES, element_buckets, regime
-from hadagen.space import Space, check_legal
-from hadagen.trial import Outcome, Trial
+from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import KNOB_NAMES, Knobs
+from hadagen.plan.space import Space, check_legal
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import REGIMES, element_buckets, regime
+from hadagen.problem.trial import Outcome, Trial
 from hadagen.tuner.mirror import Mirror
 
 RANDOM_STEPS = 20

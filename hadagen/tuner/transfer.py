@@ -19,15 +19,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from hadagen.arch import Arch
-from hadagen.costmodel import MODEL_ERROR, Estimate
 from hadagen.errors import StorageError, UsageError
-from hadagen.knobs import Knobs, plan_of
-from hadagen.launch import ENTRY
-from hadagen.problem import Problem
-from hadagen.regimes import Destination, element_buckets, nearest
-from hadagen.space import Space
-from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial, recipe_digest
+from hadagen.plan.arch import Arch
+from hadagen.plan.costmodel import MODEL_ERROR, Estimate
+from hadagen.plan.knobs import Knobs, plan_of
+from hadagen.plan.space import Space
+from hadagen.problem.launch import ENTRY
+from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination, element_buckets, nearest
+from hadagen.problem.trial import Environment, Kernel, Outcome, Provenance, Trial, recipe_digest
 from hadagen.tuner.estimate import timings
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.make import measured_in

@@ -1,5 +1,5 @@
 // What quantizes: scales of groups of values, and codes. Everything is rounded operation by operation, as PyTorch does it,
-// so every GPU gives the same bits. The rules are those of `hadagen/quantizer.py`.
+// so every GPU gives the same bits. The rules are those of `hadagen/truth/quantizer.py`.
 #pragma once
 
 #include "hadagen.cuh"

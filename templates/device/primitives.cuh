@@ -2,7 +2,7 @@
 // The header of the same name under host/ gives the same functions to a C++ compiler, so one kernel source runs on both.
 //
 // An instruction that an older GPU lacks is replaced there, under `#if __CUDA_ARCH__`. Results are the same, but for the
-// order in which an mma sums. Instructions that nothing replaces are the features of `hadagen/arch.py`: a kernel for a GPU
+// order in which an mma sums. Instructions that nothing replaces are the features of `hadagen/plan/arch.py`: a kernel for a GPU
 // without them does not use their primitives.
 #pragma once
 

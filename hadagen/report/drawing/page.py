@@ -17,7 +17,7 @@ from jinja2 import Environment as Templates
 from jinja2 import FileSystemLoader, StrictUndefined
 
 from hadagen.errors import printable
-from hadagen.regimes import LATENCY_ELEMENTS
+from hadagen.problem.regimes import LATENCY_ELEMENTS
 from hadagen.report import curves, facts
 from hadagen.report.drawing.search_charts import (
     MOST_CURVES,

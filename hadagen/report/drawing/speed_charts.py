@@ -16,7 +16,7 @@ from bokeh.models import (
 from bokeh.models.annotations import BoxAnnotation, Label
 from bokeh.models.widgets.groups import CheckboxGroup
 
-from hadagen.regimes import ELEMENT_BUCKETS, LATENCY_ELEMENTS, REGIMES, Cache
+from hadagen.problem.regimes import ELEMENT_BUCKETS, LATENCY_ELEMENTS, REGIMES, Cache
 from hadagen.report.drawing.style import (
     BAND,
     COLORS,

@@ -13,8 +13,8 @@ from bokeh.models.ui import UIElement
 from bokeh.models.widgets.inputs import Select
 from bokeh.plotting import figure
 
+from hadagen.problem.trial import Outcome
 from hadagen.report.names import SERIES
-from hadagen.trial import Outcome
 
 WIDTH = 1120  # pixels
 # The colors of Okabe and Ito, which people with any kind of color vision tell apart; two of one family for a type.

@@ -1,0 +1,151 @@
+"""Plans → CUDA C++. Each step becomes one commented block of a kernel; `templates/steps.cu.j2` holds the blocks,
+`templates/loads.cu.j2` those of Load, Prefetch and Gather.
+
+The values that a block needs come from its step (`Step.view`). The values that all blocks need come from here. The
+template decides the text of a block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from hadagen.plan.layout import add
+from hadagen.plan.plan import Plan
+from hadagen.plan.steps.base import FP32
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import Problem
+
+ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.PackageLoader("hadagen.templates", "."),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+# Number of the mbarrier of a block for the stores of other blocks of its cluster. Barriers of stages come first.
+CROSSED_BARRIER = 15
+
+_INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+
+
+def render(plan: Plan) -> Source:
+    """The CUDA C++ of a plan. The same plan always gives the same text."""
+    entry = f"hadagen_{plan.problem.key.replace('-', '_')}_{plan.digest[:8]}"
+    blocks: dict[str, Any] = {}
+    view = _view(plan, entry) | {"blocks": blocks}
+    modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in {s.template for s in plan.steps}}
+    blocks |= {step.name: getattr(modules[step.template], step.name) for step in plan.steps}
+    text = ENVIRONMENT.get_template("kernel.cu.j2").render(view)
+    return Source(entry, text, plan.launch)
+
+
+def with_headers(source: Source, headers: Mapping[str, str]) -> str:
+    """The text of a kernel, with each included header put in its place, once. `headers`: name → text."""
+    waiting = dict(headers)
+
+    def put_in(text: str) -> str:
+        return _INCLUDE.sub(lambda match: put_in(waiting.pop(match[1], "")), text.replace("#pragma once\n", ""))
+
+    return put_in(source.text)
+
+
+def _view(plan: Plan, entry: str) -> dict[str, Any]:
+    """The values for the templates: the plan, its numbers and its index expressions. It has no launch arguments."""
+    views = _steps(plan)
+    cluster = plan.launch.cluster
+    n = plan.problem.n
+    span = 32 * plan.vector_elements
+    loads_all = plan.shares_loaded > 1
+    block_at = f"rank * {plan.block_elements}" if cluster > 1 and not loads_all else ""
+
+    def vector_at(size: int) -> str:
+        share, within = plan.block_elements * size, span * size
+        return f"i / vectors * {share} + i % vectors * {within}" if loads_all else f"i * {within}"
+
+    return {
+        "plan": plan,
+        "entry": entry,
+        "signature": re.sub(r"\b(i64|u32) ", r"hadagen::\1 ", plan.launch.signature),
+        "places": _place_lines(plan),
+        "groups": _groups(plan, views),
+        "tile": plan.tile_elements,
+        "block": plan.block_elements,
+        "cluster": cluster,
+        "warps": plan.warps,
+        "chunks": plan.eights,
+        "span": span,  # elements from one vector of a thread to the next
+        "bytes": plan.problem.io.input.bytes,
+        "scale_form": plan.scale_form.value,
+        "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
+        "formula": _formula(plan.problem),
+        "lifted": any(view.get("lifted") for view in views),
+        "packed": plan.eights > 0 and any(carrier != FP32 for carrier in plan.carriers[plan.tile.held_from(plan) :]),
+        "wide": FP32 in plan.carriers,
+        "gathered": any(view.get("gathers") for view in views),
+        "fetches_next": plan.load.stages > 1 and not plan.load.staged,
+        "crossed_barrier": CROSSED_BARRIER,
+        "crossed_bytes": next((step.crossed_bytes(plan) for step in plan.exchanges if step.crosses_blocks), 0),
+        # The last tile may be partly beyond the end of the array. A vector may only if it holds several rows.
+        "ragged": plan.is_ragged,
+        "ragged_vector": plan.problem.unit < plan.vector_elements,
+        "first_tile": "block_index()" + (f" / {cluster}" if cluster > 1 else ""),
+        "share": add(f"tile * {plan.tile_elements}", block_at),
+        "block_at": block_at,  # offset in the tile from which a block loads
+        # Offset of vector i of a thread from its first vector; vectors of one share come after those of another.
+        "vector_at": vector_at(1),
+        "vector_bytes_at": vector_at(plan.problem.io.input.bytes),
+        "loaded": f"{plan.shares_loaded} * " if loads_all else "",  # times the vectors of a thread: those it loads
+        # Results may lie in place, so a block waits until the other blocks have loaded the row. A multicast has read it
+        # once, for all of them.
+        "waits_for_loads": loads_all and not plan.load.multicast,
+        # Row and column of the vector at offset `at` of a tile.
+        "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
+        "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
+        **plan.tile.names(plan),
+    }
+
+
+def _formula(problem: Problem) -> str:
+    """The matrix that x is multiplied by, in words."""
+    factors = f"(A_{problem.order} ⊗ H_{problem.length})ᵀ" if problem.order > 1 else f"H_{problem.n}"
+    factors += " · P" * problem.transform.swapped  # which exchanges the bits of each base-4 digit
+    return f"D_before · {factors} · D_after" if problem.transform.signed else factors
+
+
+def _place_lines(plan: Plan) -> list[str]:
+    """For each kind of place, the axes that live there after the load, low to high."""
+    kinds = {
+        "pair": "half of a register",
+        "reg": "register of the thread",
+        "lane": "thread of the warp",
+        "warp": "warp of the block",
+        "cta": "block of the cluster",
+        "column": "column of X, which a row of x makes up",
+        "row": "row of X",
+    }
+    held = {kind: plan.loaded.digits_of(kind) for kind in kinds}
+    axes = {kind: " ".join(map(str, held[kind].values())) for kind in kinds if held[kind]}
+    return [f"{kind + ' ':5}{axes[kind]:16} {what}" for kind, what in kinds.items() if held[kind]]
+
+
+def _groups(plan: Plan, views: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The steps in groups, as they are written: each step over all chunks, or all steps from the exchange on group of
+    chunks by group of chunks."""
+    alone = plan.grouped_from if plan.order == "by_group" else len(views)
+    groups = [[view] for view in views[:alone]]
+    return [*groups, views[alone:]] if views[alone:] else groups
+
+
+def _steps(plan: Plan) -> list[dict[str, Any]]:
+    """The values that the block of each step needs."""
+    views: list[dict[str, Any]] = []
+    for at, (step, line) in enumerate(zip(plan.steps, plan.describe(), strict=True)):
+        forms = {*plan.carriers[at : at + 2]} - {""}
+        view = {"kind": step.name, "number": at + 1, "line": line, "carrier": plan.carriers[at]}
+        view |= {"wide": FP32 in forms, "packed": bool(forms - {FP32})}
+        views.append({**vars(step), **view, **step.view(plan, at)})
+    return views

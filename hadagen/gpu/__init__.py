@@ -1,0 +1,1 @@
+"""The driver, through ctypes, and what it says of a GPU."""

@@ -1,0 +1,535 @@
+"""The steps of a transform with a matrix, and the step that flips signs.
+
+A row of x is taken as a matrix X of order × length elements, and the transform is A · X · H, times the scale. `Columns`
+multiplies by H and `Matrix` by A. Between the two, values cross shared memory, in the form of operands of `Matrix`. If
+the length is 1, `Square` does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from hadagen.plan.layout import ROW, Axis, Place, Placement, add, bit, column, log2, scatter
+from hadagen.plan.steps.base import (
+    BARRIERS,
+    FP32,
+    PACKED,
+    SPLIT,
+    WARP_BYTES,
+    WARP_VECTOR_BYTES,
+    Coordinates,
+    Cost,
+    Draft,
+    Region,
+    Roundings,
+    Step,
+    Tile,
+)
+from hadagen.plan.steps.memory import Load, Store
+from hadagen.problem.operands import ENTRY_FACTOR, MATRIX, SIGNS
+from hadagen.problem.problem import DType
+
+if TYPE_CHECKING:
+    from hadagen.plan.steps.values import Values
+
+OPERAND_SIDE = 16  # rows and columns of A in an operand of an mma
+OPERAND_REGISTERS = 4
+VECTOR = 8  # columns of X in a vector
+COLUMN_BITS = 5  # bits of the columns that a warp loads of a block of rows at once, in a vector of each thread
+_SUMS = 16  # registers of a thread for the sums of 16 rows and 32 columns
+# Registers that a thread has for A. If it needs more, it loads each operand when it multiplies by it.
+_MOST_HELD = 64
+
+
+@dataclass(frozen=True)
+class LoadColumns(Load):
+    """Global memory → registers, for `Columns`, directly or through shared memory.
+
+    A warp loads blocks of 16 rows of X, and a thread eight columns of every 32 of two of these rows. If X has fewer
+    columns, a block holds the same rows of X of several rows of x.
+    """
+
+    name = "LoadColumns"
+    template = "matrix.cu.j2"
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        return super().cost(plan, carrier) if self.staged else Cost(4 * plan.vectors)
+
+
+@dataclass(frozen=True)
+class Columns(Step):
+    """X · H, times the scale or the part of it that an mma takes, to shared memory, packed or split.
+
+    An mma whose left operand is H transforms four bits, and a second one in the same accumulator a fifth. The next
+    bits, which number the vectors of a thread, are transformed by add and subtract. An mma leaves two neighboring rows
+    of X, of one column, in a thread. Rounded, these are a word of a right operand of `Matrix`.
+    """
+
+    name = "Columns"
+    labels = "carrier bits"
+
+    carrier: str
+    bits: int  # that it transforms, from the lowest on
+    scales: bool = field(default=True, repr=False)  # by the whole scale
+
+    template = "matrix.cu.j2"
+    takes = PACKED
+
+    @property
+    def multiplies(self) -> str:
+        return "scale" if self.scales else "factor 1"
+
+    @property
+    def leaves(self) -> str:
+        return self.carrier
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(map(column, range(self.bits)))
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"mma_bf16" if dtype is DType.BFLOAT16 else "mma_f16"})
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        if not isinstance(plan.load, LoadColumns):
+            yield "it transforms what a thread has of blocks of rows"
+        if self.bits != min(plan.problem.bits, COLUMN_BITS + plan.chunk_bits):
+            yield "a thread has vectors of other bits"
+
+    def count_roundings(self, so_far: Roundings, carrier: str) -> None:
+        if carrier == PACKED:
+            so_far.add(carrier, 1.0)
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return self.name, self.carrier, self.bits
+
+    def sentence(self, bits: str) -> str:
+        return f"mma with H, then add and subtract: bits {bits}{'; times the scale' * self.scales}; {self.carrier}"
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        elements = plan.vectors * VECTOR  # of a thread
+        planes = 2 if self.carrier == SPLIT else 1
+        added = max(0, self.bits - COLUMN_BITS)
+        mma = plan.vectors * 4 * max(1, (1 << COLUMN_BITS) // plan.problem.length)
+        return Cost(
+            instructions=mma + elements * (1 + added + (0.5 if planes == 1 else 3)) + 2 * plan.vectors,
+            mma=mma,
+            shared_bytes=planes * plan.vectors * WARP_VECTOR_BYTES,
+            waits={"mma": 2, "arithmetic": added + 2, "shared": 1, "block sync": 1},
+        )
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        # A power of two of the scale goes to the operand, so that sums stay in the range of fp32.
+        power = {"factor": 1, "power": plan.problem.bits} if plan.problem.io.input is DType.BFLOAT16 else {}
+        return {"split": self.carrier == SPLIT, **power}
+
+
+@dataclass(frozen=True)
+class Multiplies(Store, Tile):
+    """Multiplies by A, and stores, or leaves the product in fp32 to steps that quantize it. The base class of `Matrix`
+    and `Square`.
+
+    A block has 2^warp_bits groups of warps. Each warp of a group multiplies by `slabs` times 16 rows of A; those of all
+    its warps make up A. A tile is `rows` rows of x.
+    """
+
+    rows: int
+    slabs: int
+    stores: bool = field(default=True, repr=False, kw_only=True)
+
+    template = "matrix.cu.j2"
+    operands = MATRIX, *SIGNS
+    flips = (True,)  # those after the transform are flipped as it stores
+
+    @property
+    def takes(self) -> str | None:
+        return None
+
+    @property
+    def leaves(self) -> str:
+        return PACKED if self.stores else FP32
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        if self.stores:
+            yield from super().faults(plan, at)
+
+    def interpret(self, values: Values, plan: Draft) -> None:
+        values.multiply_rows(plan.problem, plan.loaded)
+        super().interpret(values, plan)
+        values.flip(plan.problem, plan.placements[-1], "signs_after")
+
+    def operands_in_slab(self, plan: Draft) -> int:
+        """Operands of a slab, each of 16 columns of A."""
+        return -(-plan.problem.order // OPERAND_SIDE)
+
+    def warps(self, plan: Draft) -> int:
+        """Warps of a group."""
+        return -(-self.operands_in_slab(plan) // self.slabs)
+
+    def shared_bytes(self, plan: Draft) -> int:
+        """Bytes of what it multiplies or leaves in shared memory, besides what the load has staged."""
+        raise NotImplementedError
+
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        if plan.load.staged:
+            yield BARRIERS  # or the zeros that a `Square` reads
+        yield Region("slots", self.shared_bytes(plan))
+
+    def held_from(self, plan: Draft) -> int:
+        return 1 + plan.steps.index(self)
+
+    def placement(self, plan: Draft) -> Placement:
+        columns = {column(number): bit(number) for number in range(plan.problem.bits)}
+        return Placement({**columns, ROW: Axis(self.rows * plan.problem.order, plan.problem.length)})
+
+    def staged_bytes(self, plan: Draft) -> int:
+        return plan.tile_elements * plan.problem.io.input.bytes
+
+    def vectors(self, plan: Draft) -> int:
+        return -(-plan.tile_elements // (plan.vector_elements * 32 * plan.warps))
+
+    def eights(self, plan: Draft) -> int:
+        return 0
+
+    def held(self, plan: Draft) -> int:
+        """Registers of a thread for A; 0 if it loads operands when it multiplies by them."""
+        needed = OPERAND_REGISTERS * self.slabs * self.operands_in_slab(plan)
+        return needed if needed <= _MOST_HELD else 0
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return {
+            "order": plan.problem.order,
+            "slabs": self.slabs,
+            "operands": self.operands_in_slab(plan),
+            "parts": 1 << plan.warp_bits,
+            "warps_of_group": self.warps(plan),
+            "padded": self.is_padded(plan),
+        }
+
+    def names(self, plan: Draft) -> dict[str, Any]:
+        return {
+            "stages_from": "loads.cu.j2" if plan.load.in_bulk else "matrix.cu.j2",
+            "load_thread": "",
+            "store_thread": "",
+            "m": self.view(plan, 0),
+        }
+
+    def is_padded(self, plan: Draft) -> bool:
+        """Whether the last warp of a group holds rows that A lacks."""
+        return plan.problem.order % OPERAND_SIDE > 0 or self.operands_in_slab(plan) % self.slabs > 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The blocks of rows of X of a tile.
+
+    rows: of x in a tile; order, length: of X; chunks: vectors of a thread in a row, if it has so many; warps: of a
+    block of threads.
+    """
+
+    rows: int
+    order: int
+    length: int
+    chunks: int
+    warps: int
+
+    @property
+    def together(self) -> int:
+        """Rows of x whose rows of X are loaded at once, because one has fewer columns than a warp loads."""
+        return max(1, (1 << COLUMN_BITS) // self.length)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether blocks lie one behind the other in memory, in a tile as in what crosses shared memory."""
+        return self.together == 1 and (self.rows == 1 or self.order % OPERAND_SIDE == 0)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a thread in a row of a block."""
+        return min(self.chunks, max(1, self.length >> COLUMN_BITS))
+
+    @property
+    def groups(self) -> int:
+        """Blocks beside each other in the same rows. `Matrix` adds and subtracts their results."""
+        return max(1, (self.length >> COLUMN_BITS) // self.chunks)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Of a tile."""
+        return self.rows // self.together * -(-self.order // OPERAND_SIDE) * self.groups
+
+    @cached_property
+    def share(self) -> int:
+        """Blocks that a warp has at most."""
+        return -(-self.blocks // self.warps)
+
+    @property
+    def shared_bytes(self) -> int:
+        """For packed operands of all blocks."""
+        return 2 * self.blocks * self.vectors * WARP_VECTOR_BYTES
+
+
+@dataclass(frozen=True)
+class Matrix(Multiplies):
+    """A times what a `Columns` left in shared memory, by mma whose left operand is A.
+
+    It adds and subtracts columns whose numbers differ in the outer bits. Then it rounds, multiplies by the signs after
+    the transform and stores, or leaves all that a thread has. Of 32 columns a thread has eight neighbors in a row.
+    """
+
+    name = "Matrix"
+    labels = "rows slabs outer"
+
+    outer: tuple[int, int]  # the first bit that it transforms, and the end
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        yield from super().faults(plan, at)
+        if plan.problem.order == 1:
+            yield "the transform has no matrix"
+        if not any(isinstance(step, Columns) for step in plan.steps[:at]):
+            yield "it multiplies what `Columns` left in shared memory"
+        if self.rows % self.shape(plan).together:
+            yield "a warp has columns of more rows than the tile"
+        if plan.load.staged and not (plan.load.path == "bulk" and self.shape(plan).in_order):
+            yield "rows of X are not staged where they are replaced"
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        wide = carrier == SPLIT or dtype is DType.BFLOAT16
+        return frozenset({"mma_bf16", "bf16x2_fma"} if wide else {"mma_f16"})
+
+    def count_roundings(self, so_far: Roundings, carrier: str) -> None:
+        if self.stores:
+            so_far.add_sums(carrier, 0)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(map(column, range(*self.outer)))
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return self.name, self.outer
+
+    def sentence(self, bits: str) -> str:
+        then = "; round and store" if self.stores else ""
+        return f"matrix of the transform{f', then add and subtract: bits {bits}' if bits else ''}{then}"
+
+    def sets(self, plan: Draft) -> int:
+        """Of 32 columns and the groups beside them, which a warp has one after the other."""
+        shape = self.shape(plan)
+        return max(1, shape.rows // shape.together * shape.vectors >> plan.warp_bits)
+
+    def values(self, plan: Draft) -> int:
+        """Values of a thread that it leaves in registers."""
+        return _SUMS * self.slabs * self.shape(plan).groups * self.sets(plan)
+
+    def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
+        """Those of the product. Rows that A lacks lie beyond the end of a row of x."""
+        shape, problem = self.shape(plan), plan.problem
+        rows = {
+            kind: {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in digits.items()}
+            for kind, digits in self._rows(plan).items()
+        }
+        number = OPERAND_SIDE * self.slabs  # of values in a set: groups, then sets, then warps
+        first = COLUMN_BITS + log2(shape.vectors)
+        places = [*(bit(first + at) for at in range(log2(shape.groups))), *self._of_sets(plan)]
+        held = log2(shape.groups * self.sets(plan))
+        lanes = log2(4 // shape.together)
+        return {
+            "value": {bit(at): bit(at) for at in range(3)}
+            | rows["value"]
+            | {Axis(2, number << at): place for at, place in enumerate(places[:held])},
+            "lane": {bit(at): bit(3 + at) for at in range(lanes)}
+            | {bit(lanes + at): Axis(2, problem.n << at) for at in range(2 - lanes)}
+            | rows["lane"],
+            "warp": rows["warp"] | {Axis(2, self.warps(plan) << at): place for at, place in enumerate(places[held:])},
+        }
+
+    def _of_sets(self, plan: Draft) -> list[Axis]:
+        """The axes that tell sets apart: columns, then rows of x."""
+        shape = self.shape(plan)
+        rows = log2(shape.rows // shape.together)
+        return [
+            *(bit(COLUMN_BITS + at) for at in range(log2(shape.vectors))),
+            *(Axis(2, shape.together * plan.problem.n << at) for at in range(rows)),
+        ]
+
+    def rows_apart(self, plan: Draft) -> Coordinates:
+        return self._rows(plan) if self.is_padded(plan) else {}
+
+    def _rows(self, plan: Draft) -> Coordinates:
+        """The digits of `coordinates` that tell rows of X apart, each with the number of a row in place of an index."""
+        slabs, warps = Axis(self.slabs, OPERAND_SIDE), Axis(self.warps(plan), 1)
+        return {
+            "value": {bit(3): bit(3)} | ({slabs: slabs} if self.slabs > 1 else {}),
+            "lane": {bit(2 + at): bit(at) for at in range(3)},
+            "warp": {warps: Axis(warps.radix, OPERAND_SIDE * self.slabs)} if warps.radix > 1 else {},
+        }
+
+    def shape(self, plan: Draft) -> Shape:
+        return Shape(self.rows, plan.problem.order, plan.problem.length, 1 << plan.chunk_bits, plan.warps)
+
+    def vectors(self, plan: Draft) -> int:
+        shape = self.shape(plan)
+        return 2 * shape.share * shape.vectors
+
+    def names(self, plan: Draft) -> dict[str, Any]:
+        if self.stores:
+            return super().names(plan)
+        coordinates = self.coordinates(plan, plan.loaded)
+        at = {
+            "vectors": self.eights(plan),
+            "stored_at": add(*(scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))),
+            "store_vector": of_vector(coordinates) or "0",
+        }
+        return super().names(plan) | at
+
+    def eights(self, plan: Draft) -> int:
+        return 0 if self.stores else self.values(plan) // VECTOR
+
+    def registers(self, plan: Draft, *, wide: bool) -> int:
+        """The larger of what `Columns` needs, loads and sums, and what this step needs, A and its sums."""
+        shape, columns = self.shape(plan), VECTOR * self.shape(plan).vectors
+        at_once = 2 * shape.vectors if plan.load.staged else self.vectors(plan)
+        loaded = OPERAND_REGISTERS * (at_once + shape.vectors)
+        sums = _SUMS * self.slabs * shape.groups if self.stores else self.values(plan)
+        return max(loaded + columns // 2, self.held(plan) + sums + 2 * VECTOR)
+
+    def staged_bytes(self, plan: Draft) -> int:
+        return self.shape(plan).shared_bytes
+
+    def shared_bytes(self, plan: Draft) -> int:
+        planes = 2 if plan.carriers[plan.steps.index(self)] == SPLIT else 1
+        return self.shape(plan).shared_bytes * (planes - plan.load.staged)
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        shape = self.shape(plan)
+        planes = 2 if carrier == SPLIT else 1
+        sets = shape.rows // shape.together * shape.vectors / (1 << plan.warp_bits)  # of a warp
+        groups = sets * shape.groups  # of 32 columns
+        loaded = self.slabs * self.operands_in_slab(plan) * (1 if self.held(plan) else sets)  # operands of A
+        mma = 4 * planes * groups * self.slabs * self.operands_in_slab(plan)
+        reads = 2 * planes * groups * self.operands_in_slab(plan)
+        return Cost(
+            instructions=mma + reads + groups * self.slabs * (24 + 16 * log2(shape.groups)) + 5 * loaded,
+            mma=round(mma),
+            shared_bytes=reads * WARP_VECTOR_BYTES,
+            waits={"shared": 1, "mma": self.operands_in_slab(plan) * planes},
+        )
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        shape = self.shape(plan)
+        lanes = 4 // shape.together  # that have columns of one row of x
+        return super().view(plan, at) | {
+            "length": plan.problem.length,
+            "together": shape.together,
+            "lanes": lanes,
+            "idle": 8 - 2 * lanes if lanes < 4 else 0,  # bits of the numbers of columns that tell rows of x apart
+            "vectors": shape.vectors,
+            "groups": shape.groups,
+            "held": self.held(plan) > 0,
+            "sets": self.sets(plan),
+            "blocks": shape.blocks,
+            "share": shape.share,
+            "others": plan.footprint.offset("slots") + (0 if plan.load.staged else shape.shared_bytes),
+        }
+
+
+@dataclass(frozen=True)
+class Square(Multiplies):
+    """Rows of x, which `Load` has staged, times Aᵀ and the scale, where H is 1: by mma of 16 rows with 8 columns of Aᵀ.
+    The result goes through shared memory, is multiplied by the signs after the transform, and stored."""
+
+    name = "Square"
+    labels = "rows slabs"
+    multiplies = "scale"
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        yield from super().faults(plan, at)
+        if plan.problem.length > 1:
+            yield "H has more than one column"
+        if not all(step.loads for step in plan.steps[:at]) or plan.load.path != "cp_async":
+            yield "the matrix multiplies what cp_async has staged"
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"mma_bf16" if dtype is DType.BFLOAT16 else "mma_f16"})
+
+    def count_roundings(self, so_far: Roundings, carrier: str) -> None:
+        so_far.add(carrier, 1.0)
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return (self.name,)
+
+    def sentence(self, bits: str) -> str:
+        return "matrix of the transform, times the scale; round and store"
+
+    def registers(self, plan: Draft, *, wide: bool) -> int:
+        return OPERAND_REGISTERS * self.slabs * (self.operands_in_slab(plan) + 2)
+
+    def in_place(self, plan: Draft) -> bool:
+        """Whether the result replaces what is staged: if no other warp reads it."""
+        return self.warps(plan) == 1
+
+    def shared_bytes(self, plan: Draft) -> int:
+        return 0 if self.in_place(plan) else plan.stage_bytes
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        groups = self.rows / OPERAND_SIDE / (1 << plan.warp_bits)  # of 16 rows, of one warp
+        mma = 2 * groups * self.slabs * self.operands_in_slab(plan)
+        words = 4 * groups * self.slabs
+        staged = self.vectors(plan)
+        return Cost(
+            instructions=mma + 3 * groups * self.operands_in_slab(plan) + 7 * words + 4 * staged,
+            mma=round(mma),
+            shared_bytes=groups * self.operands_in_slab(plan) * WARP_VECTOR_BYTES
+            + words * WARP_BYTES
+            + WARP_VECTOR_BYTES * staged,
+            waits={"mma": self.operands_in_slab(plan), "shared": 2, "block sync": 2},
+        )
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return super().view(plan, at) | {
+            "sets": self.rows // OPERAND_SIDE,
+            "in_place": self.in_place(plan),
+            "product": plan.footprint.offset("slots"),
+            "undo": round(1 / ENTRY_FACTOR[plan.problem.io.input]),
+        }
+
+
+def of_vector(coordinates: Coordinates) -> str:
+    """C expression for how far vector `i` of a thread is from its first."""
+    digits = {digit: axis for digit, axis in coordinates["value"].items() if digit.stride >= VECTOR}
+    return scatter("i", {Axis(digit.radix, digit.stride // VECTOR): axis for digit, axis in digits.items()})
+
+
+@dataclass(frozen=True)
+class Signs(Step):
+    """Multiplies by the signs before or after the transform, if the call gives some."""
+
+    name = "Signs"
+    labels = "before"
+    operands = SIGNS
+
+    before: bool
+
+    @property
+    def changes_values(self) -> bool:
+        return False  # exact
+
+    @property
+    def loads(self) -> bool:  # type: ignore[override]  # those before belong to what a tile has loaded
+        return self.before
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return ()
+
+    def interpret(self, values: Values, plan: Draft) -> None:
+        name = "signs_before" if self.before else "signs_after"
+        values.flip(plan.problem, plan.placements[plan.steps.index(self)], name)
+
+    def sentence(self, bits: str) -> str:
+        return f"signs {'before' if self.before else 'after'} the transform"
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        return Cost(3 * plan.words(carrier))

@@ -1,0 +1,1 @@
+"""What is asked, and what is known of an answer: the terms that all other rooms use. No hardware, no choice."""

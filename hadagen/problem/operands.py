@@ -1,0 +1,250 @@
+"""`Operand`: a tensor that a kernel takes besides x and y. All that handles operands is a loop over `operands_of`.
+`Prologue`: what a kernel does to the values of rows before the transform, with operands of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hadagen.errors import UsageError, choice, shown
+from hadagen.problem.formats import TENSOR, Format, Layout
+from hadagen.problem.launch import PARAMS, ROW_PARAMS, Param
+from hadagen.problem.problem import DType, Problem, Rows
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+# Name of an operand → its values: "matrix", its entries [order, order]; "signs_before" and "signs_after", as the params
+# of these names; "tensor_scale", float32 with an element for each head, or one. Signs that are not there are none.
+Values = Mapping[str, "NDArray[Any]"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor in device memory, by the name of the param that points to it.
+
+    is_taken: whether the kernels of a problem take it.
+    sample: values to verify the kernels of a problem with, for so many `Problem.unit`s; None for what a kernel writes.
+    packed: an array of the bytes that a kernel takes for values.
+    numbers: the params that belong to it, such as a pitch.
+    is_optional: whether a null pointer stands for none.
+    like_x: whether it has rows like those of x. Its values are [rows, n].
+    """
+
+    name: str
+    is_taken: Callable[[Problem], bool]
+    sample: Callable[[Problem, int, np.random.Generator], NDArray[Any]] | None
+    packed: Callable[[Problem, NDArray[Any]], NDArray[Any]] = lambda problem, values: values
+    numbers: Callable[[Problem], tuple[Param, ...]] = lambda problem: ()
+    is_optional: bool = False
+    like_x: bool = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a kernel writes it."""
+        return self.sample is None
+
+    @property
+    def param(self) -> Param:
+        return Param("void*" if self.is_written else "const void*", self.name)
+
+
+class Prologue:
+    """What happens to the values of rows before signs and transform, in the same kernel.
+
+    name: a name for keys of problems, of lower-case letters and underscores.
+    operands: what it takes besides x. Those that it writes are like x.
+    """
+
+    name: str
+    operands: tuple[Operand, ...] = ()
+
+    def step(self) -> Any:
+        """The step that computes it, a `hadagen.plan.steps.base.Step` with `is_prologue`."""
+        raise NotImplementedError
+
+    def results(self, problem: Problem, x: NDArray[Any], values: Values) -> dict[str, NDArray[Any]]:
+        """What it computes of x, float64 [rows, n], of float64 numbers that x's type holds: "x", which is transformed,
+        and what it writes, by name."""
+        raise NotImplementedError
+
+
+def rows_like_x(name: str, *, is_written: bool = False) -> Operand:
+    """An operand with rows like those of x, of its type."""
+    return Operand(name, _always, None if is_written else _random_rows, _encoded, like_x=True)
+
+
+def vector_of_n(name: str) -> Operand:
+    """An operand of n elements, of x's type."""
+    return Operand(name, _always, lambda problem, units, random: _normal(problem, (problem.n,), random), _encoded)
+
+
+def _always(problem: Problem) -> bool:
+    return True
+
+
+def _random_rows(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
+    return _normal(problem, (units * problem.unit // problem.n, problem.n), random)
+
+
+def _normal(problem: Problem, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[Any]:
+    from hadagen.problem.bits import decode, encode
+
+    return decode(problem.io.input, encode(problem.io.input, random.standard_normal(shape)))
+
+
+def _encoded(problem: Problem, values: NDArray[Any]) -> NDArray[Any]:
+    from hadagen.problem.bits import encode
+
+    return encode(problem.io.input, values)
+
+
+# Name → prologue. A program may add its own.
+PROLOGUES: dict[str, Prologue] = {}
+
+
+def prologue_of(problem: Problem) -> Prologue | None:
+    """The prologue of a problem; None if it has none. Raises `UsageError` for one that is not known."""
+    if problem.prologue and problem.prologue not in PROLOGUES:
+        raise UsageError(f"prologue {shown(problem.prologue)} is not known; {choice(problem.prologue, PROLOGUES)}")
+    return PROLOGUES.get(problem.prologue)
+
+
+# ---- the matrix ------------------------------------------------------------------------------------------------------
+# A byte for each entry, 0 for 0, `ENTRY_BYTES` for −1 and 1, in the order in which they are operands of mma.m16n8k16.
+# The matrix is filled up with zeros to a multiple of 16 rows and columns. Of each 16×16 part of it, row by row of
+# parts, come the eight entries of lane 0, 1, … 31, two for each word ("Matrix fragments for mma.m16n8k16", A, in the
+# PTX ISA).
+ENTRY_BYTES = {-1: 0xBC, 1: 0x3C}
+# With eight zeros behind it, such a byte is an entry times a power of two.
+ENTRY_FACTOR = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-7}
+
+
+def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
+    """The bytes that a kernel takes for a matrix [K, K] of −1, 0 and 1, uint8 [side²] on its device, with side the
+    order up to a multiple of 16."""
+    import torch
+
+    fill = -len(matrix) % 16
+    entries = torch.nn.functional.pad(matrix, (0, fill, 0, fill))
+    padded = (entries > 0).to(torch.uint8) * ENTRY_BYTES[1] + (entries < 0).to(torch.uint8) * ENTRY_BYTES[-1]
+    count = len(padded) // 16
+    # Row 16 i + 8 a + g and column 16 j + 8 b + 2 t + c → part (i, j), lane 4 g + t, word 2 b + a, half c.
+    return padded.view(count, 2, 8, count, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6).flatten()
+
+
+def _packed_matrix(problem: Problem, matrix: NDArray[Any]) -> NDArray[Any]:
+    import torch
+
+    packed: NDArray[Any] = pack_matrix(torch.from_numpy(matrix.copy())).numpy()
+    return packed
+
+
+def _random_matrix(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
+    """Few entries are 0. Rows are no more orthogonal than random ones, and the matrix is not symmetric, so that
+    transposed it gives another result."""
+    return random.choice((-1, 0, 1), (problem.order, problem.order), p=(0.48, 0.04, 0.48))
+
+
+# ---- signs -----------------------------------------------------------------------------------------------------------
+def _random_signs(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
+    """n bits; bit i % 8 of byte i / 8 is 1 where sign i is −1."""
+    return random.integers(0, 256, -(-problem.n // 8), "uint8")
+
+
+def _is_signed(problem: Problem) -> bool:
+    return problem.transform.signed
+
+
+# ---- what a kernel that quantizes takes ------------------------------------------------------------------------------
+def _has_scales(problem: Problem) -> bool:
+    return problem.io.form is not None and problem.io.form.group != TENSOR
+
+
+def _needs_scale(problem: Problem) -> bool:
+    """Whether a call gives a scale, or one for each head."""
+    return problem.io.form is not None and problem.io.form.needs_scale
+
+
+def _numbers_of_heads(problem: Problem) -> tuple[Param, ...]:
+    """How many times `Problem.unit` elements a head has."""
+    return (Param("u32", "units_in_head"),) if problem.io.form and problem.io.form.by_head else ()
+
+
+def _numbers_of_layout(problem: Problem) -> tuple[Param, ...]:
+    """How many scales a row has, and how far apart columns of scales are."""
+    form = problem.io.form
+    in_row, pitch = Param("u32", "scales_in_row"), Param("i64", "scale_pitch")
+    return {Layout.COLUMN_MAJOR: (in_row, pitch), Layout.SWIZZLED: (in_row,)}.get(form.layout, ()) if form else ()
+
+
+def sample_scales(form: Format, heads: int) -> NDArray[Any]:
+    """Scales that a call may give for values near 1, float32: one without a dimension, or one for each of so many
+    heads, of which neighbors have different ones."""
+    import numpy as np
+
+    if not form.by_head:
+        return np.full((), 0.01, np.float32)
+    scales = np.float32(0.01) * (1 + np.arange(heads, dtype=np.float32) % 3)
+    return scales * np.float32(448) if form.rule == "fa3" else scales
+
+
+def _sample_scales(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
+    assert problem.io.form is not None
+    return sample_scales(problem.io.form, units).reshape(-1)
+
+
+MATRIX = Operand("matrix", lambda problem: problem.order > 1, _random_matrix, _packed_matrix)
+SIGNS = tuple(Operand(name, _is_signed, _random_signs, is_optional=True) for name in ("signs_before", "signs_after"))
+SCALES = Operand("scales", _has_scales, None, numbers=_numbers_of_layout)
+TENSOR_SCALE = Operand("tensor_scale", _needs_scale, _sample_scales, numbers=_numbers_of_heads)
+OPERANDS = (MATRIX, *SIGNS, SCALES, TENSOR_SCALE)
+# Kernels take `PARAMS` first, then others in this order, then those of operands that are not here.
+_NUMBERS = "units_in_head", "scales_in_row", "scale_pitch"
+_NAMES = *(param.name for param in ROW_PARAMS), *(operand.name for operand in OPERANDS), *_NUMBERS
+_ORDER = {name: at for at, name in enumerate(_NAMES)}
+
+
+def operands_of(problem: Problem) -> list[Operand]:
+    """The operands that the kernels of a problem take."""
+    prologue = prologue_of(problem)
+    operands = (*OPERANDS, *prologue.operands) if prologue else OPERANDS
+    return [operand for operand in operands if operand.is_taken(problem)]
+
+
+def written_of(problem: Problem, x: NDArray[Any], values: Values) -> dict[str, NDArray[Any]]:
+    """What the prologue of a problem writes for x, float64, by name."""
+    prologue = prologue_of(problem)
+    results = prologue.results(problem, x, values) if prologue else {}
+    return {name: result for name, result in results.items() if name != "x"}
+
+
+def params_for(problem: Problem, operands: Iterable[Operand] | None = None) -> tuple[Param, ...]:
+    """What the kernels of a problem take; of these operands, if any are given."""
+    known = operands_of(problem) if operands is None else operands
+    taken = [each for each in dict.fromkeys(known) if each.is_taken(problem)]
+    others = [param for each in taken for param in (each.param, *each.numbers(problem))]
+    rows = ROW_PARAMS if problem.io.rows is Rows.PITCHED else ()
+    return *PARAMS, *sorted((*rows, *others), key=lambda param: _ORDER.get(param.name, len(_ORDER)))
+
+
+def sizes_for(form: Format, rows: int, columns: int, units_in_head: int = 1) -> dict[str, int]:
+    """The numbers that a kernel may take to quantize [rows, columns], by the names of their params."""
+    pitch = Layout.COLUMN_MAJOR.filled_up(rows, 1, form.scale_bytes(4))[0]
+    return {"scales_in_row": form.scales_in_row(columns), "scale_pitch": pitch, "units_in_head": units_in_head}
+
+
+def verification_operands(problem: Problem, units: int = 1) -> dict[str, NDArray[Any]]:
+    """Random values of all operands that the kernels of a problem read."""
+    import numpy as np
+
+    random = np.random.default_rng(problem.order)
+    return {each.name: each.sample(problem, units, random) for each in operands_of(problem) if each.sample}
+
+
+def kernel_operands(problem: Problem, values: Values) -> dict[str, NDArray[Any]]:
+    """Values as kernels take them."""
+    return {each.name: each.packed(problem, values[each.name]) for each in operands_of(problem) if each.name in values}
