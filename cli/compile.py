@@ -31,7 +31,7 @@ def compile_(arch: str | None, problems: list[Problem], batch_invariant: bool, d
     """
     from hadagen.compiler.cache import KernelCache, cache_place
     from hadagen.compiler.recipes import compile_all
-    from hadagen.owners import problem_of
+    from hadagen.owners import fault_of
     from hadagen.problem.regimes import destinations
     from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
     from hadagen.runtime.device import find_device
@@ -41,7 +41,7 @@ def compile_(arch: str | None, problems: list[Problem], batch_invariant: bool, d
     if all(context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT for name in ("n", "keys")):
         raise UsageError("there is nothing to compile; name rows with --n, or problems with --problem")
     target, place = find_device(device, arch), cache_place()
-    if problem := problem_of(place):
+    if problem := fault_of(place):
         raise StorageError(f"calls would not use {place}: {problem}, or set HADAGEN_CACHE to another place")
     with KernelCache(place).workspace():
         pass  # raises the right error where it cannot be written

@@ -277,9 +277,9 @@ def _emulator() -> str:
 
 def _cache() -> str:
     from hadagen.compiler.cache import KernelCache, cache_place, cache_root
-    from hadagen.owners import problem_of
+    from hadagen.owners import fault_of
 
-    if problem := problem_of(cache_place()):
+    if problem := fault_of(cache_place()):
         raise Broken(
             f"others could change the kernel cache, so it is not used: {problem}, or set HADAGEN_CACHE to another place"
         )

@@ -18,7 +18,6 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place, unused_text
-from hadagen.cli.lanes import Lane, place
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
@@ -31,6 +30,7 @@ from hadagen.cli.output import (
     report_failures,
     say,
 )
+from hadagen.cli.searchers import Searcher, place
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem.problem import Numerics, Problem, check_tunable
@@ -165,22 +165,22 @@ def tune(
             stop = Event()
             known = {target.name: _known_winners(target, problems) for target, gpu in targets if gpu and from_winners}
 
-            def search_in(lane: Lane) -> TuneReport:
+            def search_in(searcher: Searcher) -> TuneReport:
                 wanted = TuneOptions(
-                    arch=lane.arch,
+                    arch=searcher.arch,
                     problems=problems,
                     store=store,
-                    runner=lane.runner,
-                    build=lane.build,
+                    runner=searcher.runner,
+                    build=searcher.build,
                     trials=trials,
                     time_budget=to_search,
                     seed=seed,
-                    known=known.get(lane.arch.name, {}),
+                    known=known.get(searcher.arch.name, {}),
                     stopped=stop,
-                    work=lane.work,
-                    guess=lane.guess,
+                    work=searcher.work,
+                    guess=searcher.guess,
                 )
-                return search(wanted, lane.listen)
+                return search(wanted, searcher.listen)
 
             def refine_on(target: Arch, gpu: Environment, report: TuneReport) -> None:
                 if report.under_way:  # the run that ends last refines
@@ -190,8 +190,8 @@ def tune(
                 if not found and trials == 0:
                     raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
 
-            with shown(to_search) as show, where.lanes(problems, trials, stop, show) as lanes:
-                reports = where.each([partial(search_in, lane) for lane in lanes], stop)
+            with shown(to_search) as show, where.searchers(problems, trials, stop, show) as searchers:
+                reports = where.each([partial(search_in, searcher) for searcher in searchers], stop)
             if any(report.stopped == "interrupted" for report in reports):
                 raise KeyboardInterrupt
             if refine:

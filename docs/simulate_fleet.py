@@ -45,7 +45,7 @@ from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import Problem
 from hadagen.problem.trial import Environment, Kernel, Trial, kernel_digest, knobs_key
 from hadagen.tuner.events import Event, Listener, TrialFinished
-from hadagen.tuner.fleet import FleetGpus, FleetPipeline, Guesses, Summed, at_once
+from hadagen.tuner.fleet_search import FleetGpus, FleetPipeline, Guesses, Summed, at_once
 from hadagen.tuner.pipeline import Ask, Keep
 from hadagen.tuner.recording import SUFFIX, read_recording
 from hadagen.tuner.replay import Field, curve, default_search

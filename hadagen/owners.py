@@ -32,7 +32,7 @@ _MOST_LINKS = 40  # as in Linux
 _ALL_USERS = 0xFFFFFFFF  # in the map of a process that is in no such container
 
 
-def problem_of(path: str | os.PathLike[str], opened: os.stat_result | None = None) -> str:
+def fault_of(path: str | os.PathLike[str], opened: os.stat_result | None = None) -> str:
     """Why others could change what is at a path, and what to do, as a clause; "" if they cannot.
 
     opened: of the file that was opened by this path. If nothing is there, the folders above it are checked.
@@ -57,13 +57,13 @@ def problem_of(path: str | os.PathLike[str], opened: os.stat_result | None = Non
             continue
         owners = _owners() | _unmapped()
         may_write = _OTHERS if status.st_mode & stat.S_ISVTX or stat.S_ISLNK(status.st_mode) else 0
-        if problem := problem_with(status, place, owners, may_write):
+        if problem := fault_with(status, place, owners, may_write):
             return problem
     place, status = found[-1]
-    return problem_with(opened or status, place, _owners()) if complete else ""
+    return fault_with(opened or status, place, _owners()) if complete else ""
 
 
-def problem_beside(path: Path, opened: os.stat_result, folder: Path) -> str:
+def fault_beside(path: Path, opened: os.stat_result, folder: Path) -> str:
     """Why others could change a file although they cannot change what lies in `folder`; "" if they cannot.
 
     For what belongs to the code in the folder, which runs anyway, whoever owns it.
@@ -72,12 +72,10 @@ def problem_beside(path: Path, opened: os.stat_result, folder: Path) -> str:
         return ""
     known = folder.stat()
     owners, may_write = _owners() | {known.st_uid}, known.st_mode & _OTHERS
-    return problem_with(path.parent.stat(), path.parent, owners, may_write) or problem_with(
-        opened, path, owners, may_write
-    )
+    return fault_with(path.parent.stat(), path.parent, owners, may_write) or fault_with(opened, path, owners, may_write)
 
 
-def problem_with(found: os.stat_result, path: Path, owners: Collection[int] | None = None, may_write: int = 0) -> str:
+def fault_with(found: os.stat_result, path: Path, owners: Collection[int] | None = None, may_write: int = 0) -> str:
     """Why others could change a file or folder, without those above it. owners: who may, the user and root if it is not
     given. may_write: the bits of the mode for others that are fine."""
     if not hasattr(os, "geteuid"):

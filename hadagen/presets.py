@@ -17,9 +17,9 @@ from hadagen.errors import TensorError, UsageError
 from hadagen.runtime.checks import check_is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.given import as_count
-from hadagen.runtime.operands import Operands
 from hadagen.runtime.quantize import check_values, rotate_quantize
 from hadagen.runtime.quantized import Quantized
+from hadagen.runtime.rotate_arguments import RotateArguments
 from hadagen.runtime.rotation import Rotation
 from hadagen.truth import quantizer
 
@@ -132,7 +132,7 @@ def _largest(magnitudes: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(magnitudes, (0, 1)).amax(-1)
 
 
-def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Operands:
+def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> RotateArguments:
     """The operands of ConvRot's or TransformerEngine's rotation over blocks of x. Signs are made only once for each
     block and device."""
     check_values(x)
@@ -143,7 +143,7 @@ def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Operands:
     with of_x:
         signs = _signs(block, regular, x.device)
     after = signs if regular else None
-    return Operands(None, [1], signs, after, block, regular, False, block**-0.5, "accurate", BATCH_INVARIANT)
+    return RotateArguments(None, [1], signs, after, block, regular, False, block**-0.5, "accurate", BATCH_INVARIANT)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -18,7 +18,7 @@ from hadagen.problem.launch import LaunchSpec, RowShape
 from hadagen.problem.problem import DType, Problem, Rows
 from hadagen.problem.scale import ScaleForm
 from hadagen.runtime import calls, kernels, streams, tables
-from hadagen.runtime.operands import packed_size, unpack_matrices
+from hadagen.runtime.rotate_arguments import packed_size, unpack_matrices
 from hadagen.truth import quantizer
 from hadagen.truth.reference import transform
 

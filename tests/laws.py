@@ -21,10 +21,10 @@ from itertools import product
 
 import torch
 
-from hadagen.measure.operands import DeviceOperands, orthogonal_matrix
+from hadagen.measure.device_operands import DeviceOperands, orthogonal_matrix
 from hadagen.measure.verify import _BITS, TORCH_DTYPE, Arrangement, Launchable, Verifier, _Findings, arrangements
 from hadagen.problem.formats import TENSOR, Element, Format
-from hadagen.problem.operands import Values, verification_operands
+from hadagen.problem.operands import OperandValues, verification_operands
 from hadagen.problem.problem import LARGE, Problem
 from hadagen.truth import quantizer
 from hadagen.truth.reference import verification_scale
@@ -44,7 +44,7 @@ class _Laws:
     def __init__(self, kernel: Launchable, problem: Problem, device: torch.device, stream: int) -> None:
         self._kernel, self._problem, self._device = kernel, problem, device
         self._verifier, self._findings = Verifier(device, stream), _Findings()
-        given: Values = verification_operands(problem)
+        given: OperandValues = verification_operands(problem)
         turned = dict(given)
         if problem.order > 1:
             matrix = orthogonal_matrix(problem.order)

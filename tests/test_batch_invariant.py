@@ -34,7 +34,7 @@ from hadagen.problem.operands import params_for
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination
 from hadagen.problem.trial import Trial
-from hadagen.runtime import best, bundles, compute, kernels, quantize, tables
+from hadagen.runtime import best, bundles, kernels, quantize, tables, transform_operator
 from hadagen.runtime.best import best_config
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
@@ -392,8 +392,8 @@ def test_the_argument_reaches_every_kind_of_call(call: Callable[..., Any], monke
     def noting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
         return lambda *arguments: (seen.append(arguments[at].batch_invariant), function(*arguments))[1]
 
-    monkeypatch.setattr(compute, "compute", noting(compute.compute, 1))
-    monkeypatch.setattr(compute, "compute_into", noting(compute.compute_into, 2))
+    monkeypatch.setattr(transform_operator, "compute", noting(transform_operator.compute, 1))
+    monkeypatch.setattr(transform_operator, "compute_into", noting(transform_operator.compute_into, 2))
     for flag in (True, False):
         call(torch.randn(3, 8), batch_invariant=flag)
         assert set(seen) == {flag}
@@ -411,9 +411,9 @@ def test_a_flag_that_is_none_is_refused() -> None:
 def test_the_variable_is_the_default(value: str, wanted: bool) -> None:
     program = """
 import torch, hadagen
-from hadagen.runtime import compute
+from hadagen.runtime import transform_operator
 seen = []
-compute.compute = lambda x, options, inplace: (seen.append(options.batch_invariant), x)[1]
+transform_operator.compute = lambda x, options, inplace: (seen.append(options.batch_invariant), x)[1]
 hadagen.hadamard_transform(torch.ones(2))
 hadagen.hadamard_transform(torch.ones(4), batch_invariant=False)
 print(seen)

@@ -24,7 +24,7 @@ from sample_store import recorded
 from sample_trials import H100, H200, PROBLEM, in_clusters, launch_for, make_kernel, make_trial, times
 
 from hadagen import measure
-from hadagen.cli import lanes, options, progress, tune
+from hadagen.cli import options, progress, searchers, tune
 from hadagen.cli.output import clock_text, problem_cells
 from hadagen.cli.progress import State, best_so_far, in_parts, shown
 from hadagen.measure import Answer, Variant
@@ -47,7 +47,7 @@ from hadagen.tuner.events import (
     TrialFinished,
     TuneReport,
 )
-from hadagen.tuner.fleet import Summed
+from hadagen.tuner.fleet_search import Summed
 from hadagen.tuner.search import TuneOptions
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
@@ -549,7 +549,7 @@ def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(
     one_is_faster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = fill()
-    monkeypatch.setattr(lanes, "MOST_FAILURES", 1)
+    monkeypatch.setattr(searchers, "MOST_FAILURES", 1)
     FakeDevice.refusals[2] = Answer(Outcome.WRONG_ANSWER, "it is off")
     result = run(*REFINE, "256")
     said = result.stderr.splitlines()[-1]

@@ -19,15 +19,15 @@ from hadagen.errors import DeviceError, UsageError
 from hadagen.gpu.driver import DoesNotFit
 from hadagen.measure import Cell, Choice, DeviceRunner, Variant, comparing, peer, rows_between
 from hadagen.measure.cells import Traffic
+from hadagen.measure.device_operands import Orthonormal
 from hadagen.measure.messages import Answer, ChoiceResult, Compare, Comparison, Rank, Ranking, Times
-from hadagen.measure.operands import Orthonormal
 from hadagen.measure.timing import Sample, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 from hadagen.problem.regimes import Cache, Destination, element_buckets, timed_rows
 from hadagen.problem.trial import Environment, Kernel, Outcome
-from hadagen.runtime import fallback
+from hadagen.runtime import plain_transform
 
 L2 = 50 << 20
 PROBLEM = Problem.of(256, DType.FLOAT16)
@@ -249,7 +249,7 @@ def test_errors_of_a_library_are_against_float64_on_our_inputs(dtype: DType, row
     def transform(x: torch.Tensor, scale: float = 1 / 8) -> torch.Tensor:
         shapes.add(tuple(x.shape))
         y = torch.empty_like(x)
-        fallback.transform(x, y, scale)
+        plain_transform.transform(x, y, scale)
         return y
 
     errors = verifier.errors_of(transform, problem)
@@ -268,7 +268,7 @@ def test_products_compute_what_our_kernels_do(n: int, dtype: DType) -> None:
 
     def h(x: torch.Tensor, scale: float, in_place: bool) -> torch.Tensor:
         y = torch.empty_like(x)
-        fallback.transform(x, y, scale)
+        plain_transform.transform(x, y, scale)
         return y
 
     rows = frozenset(Rows)

@@ -14,20 +14,20 @@ from test_runtime import BOUNDS, error, normal, padded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hadagen
-from hadagen.runtime import fallback
+from hadagen.runtime import plain_transform
 
 LENGTHS = (1, 2, 3, 4, 5, 8, 12, 16, 31, 32, 64, 100, 137, 512, 1000, 4096, 5000, 40960, 1 << 16, 1 << 17)
 
 
 def transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     y = torch.full(x.shape, 7.0, dtype=x.dtype)
-    fallback.transform(x, y, scale)
+    plain_transform.transform(x, y, scale)
     return y
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "_CPU_BLOCK", 64)
+    monkeypatch.setattr(plain_transform, "_CPU_BLOCK", 64)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_blocks_in_place_and_not(m: int, dtype: torch.dtype) -> None:
     x = normal(11, m, dtype=dtype)
     y = transform(x)
     assert torch.equal(y, padded(x).to(dtype)) or error(y, padded(x)) <= BOUNDS[dtype]
-    fallback.transform(x, x, 1.0)
+    plain_transform.transform(x, x, 1.0)
     assert torch.equal(x, y)
 
 
@@ -114,7 +114,7 @@ def test_any_strides(m: int) -> None:
         torch.testing.assert_close(transform(x), padded(x), rtol=1e-12, atol=1e-12, msg=lambda m, name=name: name + m)
     pitched = views["pitched"]
     wanted, outside = transform(pitched), whole[:, :, m:].clone()
-    fallback.transform(pitched, pitched, 1.0)
+    plain_transform.transform(pitched, pitched, 1.0)
     assert torch.equal(pitched, wanted)
     assert torch.equal(whole[:, :, m:], outside)
 
@@ -140,7 +140,7 @@ def test_no_copy_of_the_whole(m: int, dtype: torch.dtype) -> None:
     x = normal(50, m, dtype=dtype)
     y = torch.empty_like(x)
     with Largest() as largest:
-        fallback.transform(x, y, 1.0)
+        plain_transform.transform(x, y, 1.0)
     assert largest.bytes == 2 * 128 * 4, "two buffers of one block of float32"
 
 
@@ -171,10 +171,10 @@ def tf32_allowed() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("m", [1, 8, 137, 4096, 1 << 16])
 def test_on_a_gpu(m: int, dtype: torch.dtype, tf32_allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "_GPU_BLOCK", 1 << 14)
+    monkeypatch.setattr(plain_transform, "_GPU_BLOCK", 1 << 14)
     x = normal(max(3, 50000 // m), m, dtype=dtype).cuda()
     y = torch.full_like(x, 7.0)
-    fallback.transform(x, y, m**-0.5)
+    plain_transform.transform(x, y, m**-0.5)
     assert error(y.cpu(), padded(x.cpu(), m**-0.5)) <= BOUNDS[dtype]
-    fallback.transform(x, x, m**-0.5)
+    plain_transform.transform(x, x, m**-0.5)
     assert torch.equal(x, y)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadagen.plan.layout import MMA_MOVES, PAIR, Axis, Place, Placement, add, bit, cta, lane, reg, scatter, swaps, warp
-from hadagen.plan.steps.values import Values
+from hadagen.plan.steps.values import TileValues
 from hadagen.truth.reference import hadamard
 
 Moves = dict[Place, Place]
@@ -126,7 +126,7 @@ def test_values_are_those_of_their_elements(case: tuple[Placement, Moves], tiles
     placement, moves = case
     moved, radices = placement.moved(moves), placement.radices
     x = np.arange(tiles * prod(radices)).reshape(tiles, -1)
-    values = Values(placement, x, 1.0, {})
+    values = TileValues(placement, x, 1.0, {})
     values.move(moves)
     last = {place: radix - 1 for place, radix in zip(placement.axes, radices, strict=True)}
     for at in ({}, last, {place: 1 for place in last if place.kind == "lane"}):
@@ -138,7 +138,7 @@ def test_values_are_those_of_their_elements(case: tuple[Placement, Moves], tiles
 def test_the_bits_of_a_row_are_transformed_beside_its_slowest_axis() -> None:
     placement = with_slower(Placement.standard(3, 0, 0, 0), [3])
     x = np.random.default_rng(0).integers(-9, 9, (2, 3, 256))
-    values = Values(placement, x, 1.0, {})
+    values = TileValues(placement, x, 1.0, {})
     values.transform(*binary(placement))
     np.testing.assert_array_equal(values.stored(placement).reshape(x.shape), hadamard(x))
 

@@ -10,7 +10,7 @@ import torch
 from emulated_device import read_operands
 from measure_sample import memory_at
 
-from hadagen.measure.operands import DeviceOperands, Orthonormal, orthogonal_matrix
+from hadagen.measure.device_operands import DeviceOperands, Orthonormal, orthogonal_matrix
 from hadagen.problem.problem import MAX_ORDER, Problem
 from hadagen.truth.reference import transform
 

@@ -15,7 +15,7 @@ import hadagen
 from hadagen import owners
 from hadagen.compiler.cache import FILES, KernelCache, cache_root, private_root
 from hadagen.errors import StorageError
-from hadagen.owners import make_folder, problem_beside, problem_of
+from hadagen.owners import fault_beside, fault_of, make_folder
 from hadagen.runtime import autotune, bundles
 from hadagen.runtime.choose import Match
 from hadagen.tuning_db.atomic_file import atomic_file
@@ -42,24 +42,24 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- the rules -------------------------------------------------------------------------------------------------------
 def test_what_is_the_users_alone_is_fine(folder: Path) -> None:
-    assert problem_of(folder) == ""
+    assert fault_of(folder) == ""
     for mode in (0o700, 0o755, 0o555):
         folder.chmod(mode)
-        assert problem_of(folder) == ""
-    assert problem_of(folder / "missing" / "more") == ""
-    assert problem_of("/usr") == ""
+        assert fault_of(folder) == ""
+    assert fault_of(folder / "missing" / "more") == ""
+    assert fault_of("/usr") == ""
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o1777])
 def test_what_others_may_write_is_not(folder: Path, mode: int) -> None:
     """The folder itself, or one above it; but there the sticky bit is enough."""
     folder.chmod(mode)
-    assert problem_of(folder) == f"others can write to {folder}; run: chmod go-w {folder}"
+    assert fault_of(folder) == f"others can write to {folder}; run: chmod go-w {folder}"
     folder.chmod(0o700)
     folder.parent.chmod(mode)
     for path in (folder, folder / "missing"):
         said = "" if mode & 0o1000 else f"others can write to {folder.parent}; run: chmod go-w {folder.parent}"
-        assert problem_of(path) == said
+        assert fault_of(path) == said
 
 
 @pytest.mark.parametrize("which", [lambda folder: folder, lambda folder: folder.parent], ids=["folder", "parent"])
@@ -67,8 +67,8 @@ def test_what_is_of_another_user_is_not(
     folder: Path, which: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_away(which(folder), monkeypatch)
-    assert " belongs to " in problem_of(folder)
-    assert "; as root run: chown " in problem_of(folder)
+    assert " belongs to " in fault_of(folder)
+    assert "; as root run: chown " in fault_of(folder)
 
 
 def test_a_link_counts_as_what_it_points_to_if_others_cannot_change_it(
@@ -79,25 +79,25 @@ def test_a_link_counts_as_what_it_points_to_if_others_cannot_change_it(
     (open_folder / "link").symlink_to(folder)
     (folder.parent / "link").symlink_to(Path("open", "..", "open", "link"))
     (folder.parent / "loop").symlink_to(folder.parent / "loop")
-    assert problem_of(folder.parent / "link") == ""
-    assert "cannot be looked at" in problem_of(folder.parent / "loop")
+    assert fault_of(folder.parent / "link") == ""
+    assert "cannot be looked at" in fault_of(folder.parent / "loop")
     open_folder.chmod(0o777)
-    assert problem_of(folder.parent / "link") == f"others can write to {open_folder}; run: chmod go-w {open_folder}"
+    assert fault_of(folder.parent / "link") == f"others can write to {open_folder}; run: chmod go-w {open_folder}"
     open_folder.chmod(0o1777)
-    assert problem_of(folder.parent / "link") == ""
+    assert fault_of(folder.parent / "link") == ""
     give_away(open_folder / "link", monkeypatch)
-    assert " belongs to " in problem_of(folder.parent / "link")
+    assert " belongs to " in fault_of(folder.parent / "link")
 
 
 def test_within_the_home_directory_what_lies_above_it_does_not_count(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.parent.chmod(0o777)
-    assert problem_of(folder)
+    assert fault_of(folder)
     monkeypatch.setenv("HOME", str(folder))
-    assert problem_of(folder) == problem_of(folder / "cache") == ""
+    assert fault_of(folder) == fault_of(folder / "cache") == ""
     (folder / "cache").symlink_to(folder.parent)
-    assert problem_of(folder / "cache")
+    assert fault_of(folder / "cache")
 
 
 def test_the_file_that_was_opened_counts(folder: Path) -> None:
@@ -105,10 +105,8 @@ def test_the_file_that_was_opened_counts(folder: Path) -> None:
     (folder / "one").touch(0o644)
     (folder / "other").touch()
     (folder / "other").chmod(0o666)
-    assert problem_of(folder / "one", (folder / "one").stat()) == ""
-    assert problem_of(folder / "one", (folder / "other").stat()).startswith(
-        f"others can write to {folder / 'one'}; run"
-    )
+    assert fault_of(folder / "one", (folder / "one").stat()) == ""
+    assert fault_of(folder / "one", (folder / "other").stat()).startswith(f"others can write to {folder / 'one'}; run")
 
 
 @pytest.mark.parametrize(
@@ -175,12 +173,12 @@ def image(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_user_of_an_image_may_own_what_a_container_uses(image: Path) -> None:
     for place in (image, image / ".cache" / "hadagen", image / "missing"):
-        assert problem_of(place) == ""
+        assert fault_of(place) == ""
     assert cache_root() == image / ".cache" / "hadagen"
     cache = KernelCache(cache_root())
     assert cache.store("key", CONTENT, {}) == cache.load("key") == CONTENT
     cache.root.chmod(0o777)
-    assert problem_of(cache.root) == f"others can write to {cache.root}; as root run: chmod go-w {cache.root}"
+    assert fault_of(cache.root) == f"others can write to {cache.root}; as root run: chmod go-w {cache.root}"
 
 
 @pytest.mark.parametrize("change", ["root", "group", "home of the user alone", "home of another group", "no home"])
@@ -202,30 +200,28 @@ def test_elsewhere_the_owner_of_the_home_directory_is_a_user_like_others(
         monkeypatch.setenv("HOME", str(image / "missing"))
     place.chmod(0o755)
     assert owner not in owners._owners()
-    assert " belongs to " in problem_of(place)
-    assert " belongs to " in owners.problem_with(place.stat(), place)
+    assert " belongs to " in fault_of(place)
+    assert " belongs to " in owners.fault_with(place.stat(), place)
 
 
 def test_where_files_have_no_owners_nothing_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.chmod(0o777)
     status = folder.stat()
     monkeypatch.delattr(os, "geteuid")
-    assert (
-        problem_of(folder) == problem_beside(folder, status, folder.parent) == owners.problem_with(status, folder) == ""
-    )
+    assert fault_of(folder) == fault_beside(folder, status, folder.parent) == owners.fault_with(status, folder) == ""
 
 
 def test_what_is_shipped_may_be_as_open_as_the_code_and_no_more(folder: Path) -> None:
     file = folder / "sm90.db"
     file.touch(0o644)
     package = folder.parent
-    assert problem_beside(file, file.stat(), package) == ""
+    assert fault_beside(file, file.stat(), package) == ""
     for path in (file, folder):
         before = path.stat().st_mode
         path.chmod(0o775)
-        assert problem_beside(file, file.stat(), package) == f"others can write to {path}; run: chmod go-w {path}"
+        assert fault_beside(file, file.stat(), package) == f"others can write to {path}; run: chmod go-w {path}"
         package.chmod(0o775)
-        assert problem_beside(file, file.stat(), package) == ""
+        assert fault_beside(file, file.stat(), package) == ""
         package.chmod(0o755)
         path.chmod(before)
 

@@ -22,7 +22,7 @@ from hadagen.problem.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, verification_operands
 from hadagen.problem.problem import Problem
-from hadagen.runtime import calls, codes
+from hadagen.runtime import calls, quantize_operator
 from hadagen.truth.quantizer import memory_of, quantize
 from hadagen.truth.reference import hadamard, transform
 
@@ -146,7 +146,9 @@ def test_the_kernel_that_a_rotation_asks_for(
 ) -> None:
     monkeypatch.setattr(calls, "takes_kernels", lambda x: True)
     x = torch.empty(2, rotation.n, dtype=torch.float16)
-    problem = codes.problem_for(x, rotation.operands_for(x, 1.0), Format.choose(to, None, None, "row-major"), False)
+    problem = quantize_operator.problem_for(
+        x, rotation.operands_for(x, 1.0), Format.choose(to, None, None, "row-major"), False
+    )
     assert (problem and problem.key) == key
 
 

@@ -21,8 +21,8 @@ from hadagen.plan.arch import load_arch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import Problem
-from hadagen.runtime import rotate, tables
-from hadagen.runtime.operands import addresses, pack_matrix, pack_signs, unpack_signs
+from hadagen.runtime import rotate_operator, tables
+from hadagen.runtime.rotate_arguments import addresses, pack_matrix, pack_signs, unpack_signs
 
 __all__ = ["device"]  # a fixture
 HALF = torch.float16
@@ -180,7 +180,7 @@ def test_operands_in_memory_that_kernels_cannot_read(device: EmulatedDevice) -> 
     odd = torch.cat([torch.zeros(1, dtype=torch.uint8), matrices])[1:]
     strided = torch.stack([matrices, matrices], 1)[:, 0]
     for matrices in (odd, strided):
-        assert same(rotate.ROTATE.functional(x, matrices, *of), wanted)
+        assert same(rotate_operator.ROTATE.functional(x, matrices, *of), wanted)
     assert "n224-k28-signed" not in ran(device)
 
 
@@ -194,7 +194,7 @@ def test_a_call_that_comes_again_is_one_look_up(
     r(x.clone(), inplace=inplace)
     searches = device.searches
     for refused in ("functional", "in_place"):
-        monkeypatch.setattr(rotate.ROTATE, refused, None)
+        monkeypatch.setattr(rotate_operator.ROTATE, refused, None)
     monkeypatch.setattr("hadagen.runtime.rotation.check", None)
     y = r(x, inplace=inplace)
     assert same(y, wanted)
@@ -214,14 +214,14 @@ def test_other_operands_are_another_call(device: EmulatedDevice) -> None:
     of = ([28], signs, None, 224, False, False, 0.0625, "accurate")
     for values in (1, -1):
         matrices.copy_(pack_matrix(torch.full((28, 28), values, dtype=torch.int8)))
-        y = rotate.ROTATE.functional(x, matrices, *of)
-        assert same(y, rotate.ROTATE.functional(x.double(), matrices, *of))
+        y = rotate_operator.ROTATE.functional(x, matrices, *of)
+        assert same(y, rotate_operator.ROTATE.functional(x.double(), matrices, *of))
     for matrix in (torch.ones(28 * 28, dtype=torch.int8), matrices.clone().zero_()):
-        y = rotate.ROTATE.functional(x, matrix, *of)
-        assert same(y, rotate.ROTATE.functional(x.double(), matrix, *of))
+        y = rotate_operator.ROTATE.functional(x, matrix, *of)
+        assert same(y, rotate_operator.ROTATE.functional(x.double(), matrix, *of))
     for other in (signs, pack_signs(some_signs(224, seed=1))):
-        y = rotate.ROTATE.functional(x, matrices, [28], other, *of[2:])
-        assert same(y, rotate.ROTATE.functional(x.double(), matrices, [28], other, *of[2:]))
+        y = rotate_operator.ROTATE.functional(x, matrices, [28], other, *of[2:])
+        assert same(y, rotate_operator.ROTATE.functional(x.double(), matrices, [28], other, *of[2:]))
     r = signed(224)
     for other in (r, Rotation(224, signs=some_signs(224, seed=2), signs_after=some_signs(224, seed=3))):
         assert same(torch.func.functional_call(r, other.state_dict(), x), x.double() @ other.matrix())
@@ -295,7 +295,7 @@ def test_batches_and_modes_see_the_operator(device: EmulatedDevice) -> None:
 def test_a_scale_beyond_the_fast_kernel_takes_the_accurate_one(device: EmulatedDevice) -> None:
     r, x = signed(224), normal(3, 224, dtype=HALF)
     of = r.operands_for(x, 1.0)._replace(scale=1e-9, numerics="fast")
-    rotate.ROTATE.functional(x, *of)
+    rotate_operator.ROTATE.functional(x, *of)
     assert device.ran() == ["n224-k28-signed-float16-accurate"]
 
 

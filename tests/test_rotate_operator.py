@@ -15,8 +15,8 @@ from test_runtime_operator import compiled, dual, jvp
 from hadagen import Rotation
 from hadagen.errors import TensorError
 from hadagen.runtime.named import named_matrix, named_on, stored_matrix
-from hadagen.runtime.operands import pack_signs
-from hadagen.runtime.rotate import ROTATE, Operands
+from hadagen.runtime.rotate_arguments import pack_signs
+from hadagen.runtime.rotate_operator import ROTATE, RotateArguments
 
 # Neither symmetric; with other signs on each side, so that a transposed rotation is told from the rotation.
 SIGNS = {"signs": some_signs(40), "signs_after": some_signs(40, seed=1)}
@@ -26,7 +26,7 @@ M = R.matrix()
 NOTHING = {"matrices": None, "orders": [], "signs": None, "signs_after": None}
 
 
-def operands(rotation: Rotation = R, transposed: bool = False, **changes: Any) -> Operands:
+def operands(rotation: Rotation = R, transposed: bool = False, **changes: Any) -> RotateArguments:
     own = rotation.operands_for(torch.empty(rotation.n), 1.0)._replace(transposed=transposed)
     if rotation is R:  # its matrix has the signs
         signs, signs_after = map(pack_signs, (R.signs, R.signs_after))

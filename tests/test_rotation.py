@@ -22,8 +22,8 @@ from test_runtime import BOUNDS, error, normal
 from hadagen import Rotation, hadamard_transform, rotate_quantize
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem.matrices import _TABLE, NAMES, find_matrix
-from hadagen.runtime import fallback
-from hadagen.runtime.rotate import ROTATE
+from hadagen.runtime import plain_transform
+from hadagen.runtime.rotate_operator import ROTATE
 
 NAMED = sorted((key for key in _TABLE if key[0] in NAMES), key=lambda key: (key[1], key[0]))
 
@@ -149,7 +149,7 @@ def test_any_matrix_of_any_order_in_any_block(k: int, m: int, rows: int, seed: i
     wanted = torch.kron(a, h).T
     patch = pytest.MonkeyPatch()
     with patch.context() as small:
-        small.setattr(fallback, "_CPU_BLOCK", 64)
+        small.setattr(plain_transform, "_CPU_BLOCK", 64)
         y = r.inverse(x) if transposed else r(x)
     torch.testing.assert_close(y, x @ (wanted.T if transposed else wanted), rtol=1e-12, atol=1e-12)
 
@@ -251,7 +251,7 @@ def test_any_strides_in_place_and_into(view: str, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("n", [48, 64])
 def test_an_out_that_overlaps_x_gets_the_result(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "_CPU_BLOCK", n)
+    monkeypatch.setattr(plain_transform, "_CPU_BLOCK", n)
     r, memory = Rotation(n), normal(5, n)
     wanted = r(memory[:4])
     r(memory[:4], out=memory[1:])

@@ -21,7 +21,7 @@ from hadagen.compat import hadacore
 from hadagen.errors import TensorError
 from hadagen.problem.problem import Rows
 from hadagen.problem.scale import ScaleForm
-from hadagen.runtime import calls, compute, tables
+from hadagen.runtime import calls, tables, transform_operator
 
 __all__ = ["device"]  # a fixture
 HALF = torch.float16
@@ -147,7 +147,7 @@ def test_a_call_that_comes_again_is_one_look_up(device: EmulatedDevice, monkeypa
     x = normal(3, 64, dtype=HALF)
     hadamard_transform(x, 0.5)
     searches = device.searches
-    monkeypatch.setattr("hadagen.runtime.compute.HADAMARD.functional", None)  # the dispatcher is not asked
+    monkeypatch.setattr("hadagen.runtime.transform_operator.HADAMARD.functional", None)  # the dispatcher is not asked
     for again in (x, x.clone()):
         assert same(hadamard_transform(again, 0.5), padded(x, 0.5))
     assert device.searches == searches
@@ -203,7 +203,7 @@ def test_a_known_shape_at_another_address(device: EmulatedDevice) -> None:
 
 
 def test_how_far_apart_a_single_row_lies_from_others_is_no_matter(device: EmulatedDevice) -> None:
-    assert compute.row_pitch(normal(4, 5, 64)[:1, :3]) == 64
+    assert transform_operator.row_pitch(normal(4, 5, 64)[:1, :3]) == 64
     x = normal(5, 200, dtype=HALF)[:1, :64]
     assert same(hadamard_transform(x), padded(x))
     assert [kind(name) for name in device.ran()] == ["n64"]
@@ -330,7 +330,7 @@ def test_a_forked_child_knows_nothing_of_its_parent() -> None:
 import os
 import torch, hadagen
 from hadagen.problem.problem import Problem, Rows
-from hadagen.runtime import compute, kernels, tables
+from hadagen.runtime import transform_operator, kernels, tables
 hadagen.hadamard_transform(torch.randn(3, 8))
 remembered = (tables.timed, tables.found, tables.loaded, tables.unfit, tables.calls)
 for table in remembered:

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hadagen import hadamard_transform
 from hadagen.errors import TensorError, UsageError
-from hadagen.runtime import compute
-from hadagen.runtime.compute import HADAMARD
+from hadagen.runtime import transform_operator
+from hadagen.runtime.transform_operator import HADAMARD
 
 SIZES = [8, 6]  # and one whose rows are zero-padded
 
@@ -139,8 +139,8 @@ def test_derivatives(function: Callable[[torch.Tensor], torch.Tensor], m: int) -
 
 def test_the_gradient_keeps_the_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    real = compute.compute
-    monkeypatch.setattr(compute, "compute", lambda *args: (seen.append(args[1].numerics), real(*args))[1])
+    real = transform_operator.compute
+    monkeypatch.setattr(transform_operator, "compute", lambda *args: (seen.append(args[1].numerics), real(*args))[1])
     hadamard_transform(normal(3, 8).requires_grad_(), numerics="fast").sum().backward()
     assert seen == ["fast", "fast"]
 

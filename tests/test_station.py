@@ -25,7 +25,7 @@ from hadagen.fleet import work
 from hadagen.fleet.client import Fleet
 from hadagen.fleet.station import COMPILERS, Gpu, GpuError, Station, gpu_resource
 from hadagen.measure import Cell, Variant
-from hadagen.tuner.fleet import FleetGpus
+from hadagen.tuner.fleet_search import FleetGpus
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from sqlalchemy.sql import Select
 from hadagen.errors import StorageError
 from hadagen.problem.problem import Problem
 from hadagen.tuning_db.schema import ClaimRow, EnvironmentRow, ProblemRow, TrialRow
-from hadagen.tuning_db.store import Store, problem_of, row_of
+from hadagen.tuning_db.store import Store, row_of, stored_problem
 
 LEASE_SECONDS = 120.0
 RENEW_SECONDS = 30.0
@@ -103,7 +103,7 @@ class Claims:
             now = self._clock(session)
             for claim, problem in session.execute(self._claims):
                 if claim.owner != self._owner and _counts(claim, now):
-                    found[problem_of(problem)].add(claim.work)
+                    found[stored_problem(problem)].add(claim.work)
             return dict(found)
 
         return self._store.read(look)
@@ -138,7 +138,7 @@ class Claims:
         now = self._clock(session)
         for claim, problem in session.execute(self._claims).all():
             mine = claim.owner == self._owner
-            done = (problem_of(problem), claim.work) in finished
+            done = (stored_problem(problem), claim.work) in finished
             if done if mine else not _counts(claim, now):
                 session.delete(claim)
         session.flush()

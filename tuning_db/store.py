@@ -350,7 +350,7 @@ def _unchecked_trial(row: TrialRow, errors: dict[str, float], timings: list[Timi
     _check(row)
     check_knobs(row.knobs)
     return Trial(
-        problem=problem_of(row.problem),
+        problem=stored_problem(row.problem),
         arch=row.arch,
         knobs=row.knobs,
         outcome=Outcome(row.outcome),
@@ -380,7 +380,7 @@ def _unchecked(row: KernelRow, blobs: bool) -> Kernel:
     return Kernel(**_NO_BLOBS | {name: getattr(row, name) for name in stored}, launch=launch)
 
 
-def problem_of(row: ProblemRow) -> Problem:
+def stored_problem(row: ProblemRow) -> Problem:
     """The problem of a row. Raises `ValueError` where it is damaged."""
     _check(row)
     return Problem.parse(row.key)

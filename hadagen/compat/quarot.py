@@ -31,8 +31,8 @@ from hadagen.runtime.checks import (
 )
 from hadagen.runtime.given import as_count
 from hadagen.runtime.named import matrix_of, named_matrix
-from hadagen.runtime.operands import combined, pack_matrices
-from hadagen.runtime.rotate import rotate
+from hadagen.runtime.rotate_arguments import combined, pack_matrices
+from hadagen.runtime.rotate_operator import rotate
 
 __all__ = [
     "HadamardTransform",

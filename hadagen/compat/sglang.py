@@ -31,8 +31,8 @@ from hadagen.runtime.checks import (
     kind_of,
     stands_for_a_tensor,
 )
-from hadagen.runtime.compute import check_apart
-from hadagen.runtime.linear import check_autograd_follows
+from hadagen.runtime.operators import check_autograd_follows
+from hadagen.runtime.transform_operator import check_apart
 
 __all__ = [
     "hadamard_transform",

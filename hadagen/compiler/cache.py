@@ -28,7 +28,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from hadagen.errors import StorageError
-from hadagen.owners import make_folder, problem_of, problem_with
+from hadagen.owners import fault_of, fault_with, make_folder
 
 CACHE_SCHEMA = 2  # of the files of an entry; a new number makes all old entries unknown
 
@@ -53,7 +53,7 @@ def cache_root() -> Path:
     Raises `StorageError` as `cache_place` and `private_root` do.
     """
     place = cache_place()
-    problem = problem_of(place)
+    problem = fault_of(place)
     if not problem:
         return place
     if (place, problem) not in _warned:
@@ -84,7 +84,7 @@ def _temporary_folder() -> str:
     for find in (tempfile.gettempdir, lambda: _IN_MEMORY):
         try:
             place = find()
-            problem = problem_of(f"{place}/hadagen-")
+            problem = fault_of(f"{place}/hadagen-")
             if not problem:
                 return tempfile.mkdtemp(prefix="hadagen-", dir=place)
         except OSError as error:
@@ -194,7 +194,7 @@ class KernelCache:
             make_folder(self.root, mode=0o700)
             make_folder(work)
             for each in (work, self.root / self._kind):
-                if problem := problem_of(each):
+                if problem := fault_of(each):
                     raise StorageError(f"the kernel cache {self.root} is not written: {problem}, {_ELSEWHERE}")
             _remove_abandoned(work)
             with _folder_of_ours(work) as folder:
@@ -229,11 +229,7 @@ def _own_content(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # for a pipe, which is refused, would block
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        if (
-            not stat.S_ISREG(found.st_mode)
-            or problem_with(found, path)
-            or problem_with(path.parent.stat(), path.parent)
-        ):
+        if not stat.S_ISREG(found.st_mode) or fault_with(found, path) or fault_with(path.parent.stat(), path.parent):
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
         return file.read()
 

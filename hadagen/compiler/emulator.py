@@ -31,7 +31,7 @@ from hadagen.compiler.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
 from hadagen.problem.bits import Bits, decode, encode
 from hadagen.problem.launch import LaunchSpec, RowShape, Source, X, Y
-from hadagen.problem.operands import Values, kernel_operands, sizes_for, verification_operands, written_of
+from hadagen.problem.operands import OperandValues, kernel_operands, sizes_for, verification_operands, written_of
 from hadagen.problem.problem import DType, Problem
 from hadagen.templates import read_texts
 from hadagen.truth.reference import (
@@ -340,7 +340,7 @@ def verify(
     *,
     module: HostModule | None = None,
     shape: RowShape | None = None,
-    operands: Values | None = None,
+    operands: OperandValues | None = None,
     in_place: bool = False,
     order_seed: int = 0,
 ) -> dict[str, float]:

@@ -14,10 +14,10 @@ from hadagen.gpu.driver import DriverError, LoadedKernel, bindings, load
 from hadagen.gpu.gpu_class import nvml_gpu
 from hadagen.measure.cells import Cell, Cells, all_cells, probe_cells
 from hadagen.measure.comparing import Comparer
+from hadagen.measure.device_operands import Orthonormal
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Compare, Comparison, Look, Measure, Race, Rank, Ranking
 from hadagen.measure.monitor import Monitor
-from hadagen.measure.operands import Orthonormal
 from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.measure.watch import Watch

@@ -19,7 +19,7 @@ import torch
 from hadagen.gpu import libcuda
 from hadagen.gpu.driver import Launch, LoadedKernel, bindings, check
 from hadagen.measure.cells import EVICTION, Cell, Traffic
-from hadagen.measure.operands import Orthonormal
+from hadagen.measure.device_operands import Orthonormal
 from hadagen.measure.watch import Watch
 from hadagen.problem.launch import RowShape
 from hadagen.problem.operands import sizes_for

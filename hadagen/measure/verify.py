@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hadagen.errors import told_apart
+from hadagen.measure.device_operands import DeviceOperands
 from hadagen.measure.messages import Answer
-from hadagen.measure.operands import DeviceOperands
 from hadagen.measure.watch import Watch
 from hadagen.problem.bits import encode
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.launch import LaunchSpec, RowShape
-from hadagen.problem.operands import MATRIX, Values, operands_of, sizes_for, verification_operands, written_of
+from hadagen.problem.operands import MATRIX, OperandValues, operands_of, sizes_for, verification_operands, written_of
 from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import timed_rows
 from hadagen.problem.trial import Outcome
@@ -124,12 +124,12 @@ def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
     )
 
 
-def operand_sets(problem: Problem) -> list[Values]:
+def operand_sets(problem: Problem) -> list[OperandValues]:
     """The operands to verify a problem with, those of most classes of input first: the matrix as it is, with signs;
     the matrix transposed, with signs; and no signs."""
     operands = verification_operands(problem, _case_rows(problem))
     optional = [each.name for each in operands_of(problem) if each.is_optional]
-    sets: list[Values] = [operands]
+    sets: list[OperandValues] = [operands]
     if MATRIX.is_taken(problem):
         sets.append({**operands, "matrix": operands["matrix"].T})
     if optional:
@@ -177,7 +177,7 @@ def _case_rows(problem: Problem) -> int:
     return _LEAST_ELEMENTS // problem.n | 1
 
 
-def _cases(problem: Problem, operands: list[Values]) -> _Cases:
+def _cases(problem: Problem, operands: list[OperandValues]) -> _Cases:
     """Each class of input with the first operands, and the normal one with all others too."""
     like_x = [each for each in operands_of(problem) if each.like_x and not each.is_written]
     scale = verification_scale(problem)
@@ -222,7 +222,7 @@ class Verifier:
         self._watch = watch or Watch()
         self._stream = stream
         self._problem: Problem | None = None
-        self._operands: list[Values] = []
+        self._operands: list[OperandValues] = []
         self._host_cases: _Cases = {}
         self._device_cases: _Cases = {}
 

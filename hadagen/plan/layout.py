@@ -142,9 +142,11 @@ class Placement:
 
     @classmethod
     @cache
-    def standard(cls, vector_bits: int, chunk_bits: int, warp_bits: int, cta_bits: int, parts: int = 1) -> Placement:
+    def standard(
+        cls, vector_bits: int, chunk_bits: int, warp_bits: int, cta_bits: int, odd_warps: int = 1
+    ) -> Placement:
         """As loaded in vectors of 2^vector_bits elements (2 or 3): 256-element chunks, then warps, of which there are
-        `parts` times a power of two, then blocks."""
+        `odd_warps` times a power of two, then blocks."""
         in_thread = (PAIR, reg(0), reg(1))
         places = (
             *in_thread[:vector_bits],
@@ -155,7 +157,7 @@ class Placement:
             *(cta(j) for j in range(cta_bits)),
         )
         axes = {place: bit(number) for number, place in enumerate(places)}
-        return cls(axes | ({warp(warp_bits): Axis(parts, 1 << len(places))} if parts > 1 else {}))
+        return cls(axes | ({warp(warp_bits): Axis(odd_warps, 1 << len(places))} if odd_warps > 1 else {}))
 
     def __str__(self) -> str:
         return " ".join(f"{axis}@{place}" for place, axis in self.axes.items())

@@ -51,8 +51,8 @@ class Context:
         return self.problem.bits
 
     @cached_property
-    def parts(self) -> int:
-        return self.problem.parts
+    def odd_factor(self) -> int:
+        return self.problem.odd_factor
 
     def beyond_limits(
         self, footprint: Footprint, threads: int, min_blocks: int, *, wide: bool, values: str, fewer: str
@@ -139,7 +139,7 @@ def never_faster(arch: Arch, *, with_matrix: bool) -> list[Rule]:
 
 
 def _warps(c: Context, k: Knobs) -> int:
-    return c.parts * k.warps
+    return c.odd_factor * k.warps
 
 
 def _tile(c: Context, k: Knobs) -> int:
@@ -230,7 +230,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if tile < unit:
         what = "row" if unit == c.problem.n else f"group of {unit}"
         return f"the tile is shorter than a {what} (take more chunks, warps or blocks)"
-    if c.parts > 1 and tile > unit:
+    if c.odd_factor > 1 and tile > unit:
         return f"a row of {unit} fills a tile alone (take fewer chunks or warps)"
     if k.cluster == 1:
         return None

@@ -24,7 +24,8 @@ from hadagen.problem.launch import ARITHMETIC_DIGITS, LaunchSpec
 from hadagen.problem.problem import Io
 
 if TYPE_CHECKING:
-    from hadagen.plan.steps.values import Operands, Reals
+    from hadagen.plan.steps.values import Reals
+    from hadagen.problem.operands import OperandValues
 
 ORDERS = ("by_step", "by_group")  # values of the knob `order`
 
@@ -176,11 +177,11 @@ def _fault(plan: Draft, at: int, *, exact: bool, done: set[Axis]) -> str | None:
     return None
 
 
-def interpret(plan: Plan, x: Reals, scale: float = 1.0, operands: Operands | None = None) -> Reals:
+def interpret(plan: Plan, x: Reals, scale: float = 1.0, operands: OperandValues | None = None) -> Reals:
     """The result of the plan, computed step by step in float64. x: [rows, n], rows a multiple of `rows_per_tile`."""
-    from hadagen.plan.steps.values import Values
+    from hadagen.plan.steps.values import TileValues
 
-    values = Values(plan.loaded, x, scale, operands or {})
+    values = TileValues(plan.loaded, x, scale, operands or {})
     for step in plan.steps:
         step.interpret(values, plan)
     return values.stored(plan.placements[-1]).reshape(x.shape)

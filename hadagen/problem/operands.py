@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Name of an operand → its values: "matrix", its entries [order, order]; "signs_before" and "signs_after", as the params
 # of these names; "tensor_scale", float32 with an element for each head, or one. Signs that are not there are none.
-Values = Mapping[str, "NDArray[Any]"]
+OperandValues = Mapping[str, "NDArray[Any]"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Prologue:
         """The step that computes it, a `hadagen.plan.steps.base.Step` with `is_prologue`."""
         raise NotImplementedError
 
-    def results(self, problem: Problem, x: NDArray[Any], values: Values) -> dict[str, NDArray[Any]]:
+    def results(self, problem: Problem, x: NDArray[Any], values: OperandValues) -> dict[str, NDArray[Any]]:
         """What it computes of x, float64 [rows, n], of float64 numbers that x's type holds: "x", which is transformed,
         and what it writes, by name."""
         raise NotImplementedError
@@ -215,7 +215,7 @@ def operands_of(problem: Problem) -> list[Operand]:
     return [operand for operand in operands if operand.is_taken(problem)]
 
 
-def written_of(problem: Problem, x: NDArray[Any], values: Values) -> dict[str, NDArray[Any]]:
+def written_of(problem: Problem, x: NDArray[Any], values: OperandValues) -> dict[str, NDArray[Any]]:
     """What the prologue of a problem writes for x, float64, by name."""
     prologue = prologue_of(problem)
     results = prologue.results(problem, x, values) if prologue else {}
@@ -245,6 +245,6 @@ def verification_operands(problem: Problem, units: int = 1) -> dict[str, NDArray
     return {each.name: each.sample(problem, units, random) for each in operands_of(problem) if each.sample}
 
 
-def kernel_operands(problem: Problem, values: Values) -> dict[str, NDArray[Any]]:
+def kernel_operands(problem: Problem, values: OperandValues) -> dict[str, NDArray[Any]]:
     """Values as kernels take them."""
     return {each.name: each.packed(problem, values[each.name]) for each in operands_of(problem) if each.name in values}

@@ -281,7 +281,7 @@ class Problem:
         return max(self.n, self.io.form.group, LEAST_GROUP) if self.io.form else self.n
 
     @property
-    def parts(self) -> int:
+    def odd_factor(self) -> int:
         """The odd factor of `unit` where there is no matrix: a tile has that many warps, times a power of two."""
         return self.unit // (self.unit & -self.unit) if self.order == 1 else 1
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainError, UsageError, printable, shown
-from hadagen.owners import problem_of
+from hadagen.owners import fault_of
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Destination
 from hadagen.problem.target import known_archs
@@ -108,7 +108,7 @@ def _check_use(path: Path) -> None:
             f"{trust.VARIABLE} is set, and nobody signs what autotune writes to {path}; tune with hadagen tune, and "
             "sign its bundle"
         )
-    if problem := problem_of(path):
+    if problem := fault_of(path):
         raise StorageError(
             f"calls would not use {path}, because it could be changed by others: {problem}, or set XDG_DATA_HOME to "
             "another place"

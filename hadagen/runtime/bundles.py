@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hadagen.errors import StorageError
-from hadagen.owners import problem_beside, problem_of
+from hadagen.owners import fault_beside, fault_of
 from hadagen.runtime import trust
 from hadagen.tuning_db.bundle import Bundle, NoKernelError, shipped
 from hadagen.tuning_db.files import FileState, file_state, read_start, state_of
@@ -117,7 +117,7 @@ def _others() -> list[Path]:
         directory = user_directory()
         # `glob` would treat an unreadable directory as empty.
         of_user = [directory / name for name in sorted(os.listdir(directory)) if name.endswith(".db")]
-        if of_user and (problem := problem_of(directory)):
+        if of_user and (problem := fault_of(directory)):
             of_user = []
             _warn(f"hadagen goes on without the bundles in {directory}: {problem}, or name them in {VARIABLE}")
     except (FileNotFoundError, StorageError):
@@ -132,7 +132,7 @@ def why_unused(path: Path) -> str:
     calls use a file there only if HADAGEN_BUNDLE names it."""
     path = path.absolute()
     with suppress(StorageError):  # no home directory is known
-        if path.parent == user_directory() and not _is_pinned(path) and (problem := problem_of(path)):
+        if path.parent == user_directory() and not _is_pinned(path) and (problem := fault_of(path)):
             return f"{problem}, {_NAME_IT}"
         if trust.setting() is not None and (path.parent == user_directory() or _is_pinned(path)):
             return f"{trust.VARIABLE} is set; sign it with `hadagen bundle sign`"
@@ -189,7 +189,7 @@ def _open_found(path: Path, keys: Sequence[PublicKey] | None) -> Bundle:
     except OSError:
         return Bundle.open(path)  # raises the right error
     is_shipped = path in shipped().values()
-    if problem := problem_beside(path, status, _PACKAGE) if is_shipped else problem_of(path, status):
+    if problem := fault_beside(path, status, _PACKAGE) if is_shipped else fault_of(path, status):
         raise StorageError(f"{path} could be changed by others: {problem}, {_NAME_IT}")
     bundle = Bundle.open(path, trust.accepting(keys))
     if bundle.state != state_of(status):  # it was replaced in between

@@ -22,12 +22,12 @@ from hadagen.problem.launch import RowShape
 from hadagen.problem.problem import Problem, Rows
 from hadagen.runtime import kernels, streams, tables
 from hadagen.runtime.checks import check_writable
-from hadagen.runtime.operands import Operands, addresses, is_packed
+from hadagen.runtime.rotate_arguments import RotateArguments, addresses, is_packed
 
 ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
 _MAX_CALLS = 4096  # because a program may have ever new row counts
 
-Part = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and type of a result
+Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and type of a result
 Range = tuple[int, int]  # addresses: the first, and the first behind the last
 
 # Needed in every call, so that they are looked up only once.
@@ -68,7 +68,7 @@ class Run:
     """One launch of a kernel, for all tensors that differ from x in their address only, by a multiple of 16 bytes.
 
     launch: takes the addresses of x, of each result, and of what else differs from call to call.
-    parts: what each result is like. Tensors that are written instead are like them too.
+    outputs: what each result is like. Tensors that are written instead are like them too.
     of, options: the operator with whose derivative the call comes again, and its options; or the format of codes.
     make_last: makes the last of several results; by default it holds any values.
     clears: whether a tensor that takes the last result is filled with zeros first.
@@ -78,15 +78,15 @@ class Run:
         self,
         x: torch.Tensor,
         launch: Launch,
-        parts: Sequence[Part],
+        outputs: Sequence[Output],
         of: Any = None,
         options: Any = None,
         make_last: Callable[[], torch.Tensor] | None = None,
         clears: bool = False,
     ) -> None:
-        self.launch, self.device, self.parts, self.of, self.options = launch, x.get_device(), parts, of, options
-        self._bytes, self._sizes = span(x), [_bytes_of(part) for part in parts]
-        first, *others = [partial(_EMPTY[x.device.type], *part) for part in parts]
+        self.launch, self.device, self.outputs, self.of, self.options = launch, x.get_device(), outputs, of, options
+        self._bytes, self._sizes = span(x), [_bytes_of(output) for output in outputs]
+        first, *others = [partial(_EMPTY[x.device.type], *output) for output in outputs]
         self._make, self._make_last = first, (make_last or others[0]) if others else None
         self._clears = clears
         self._alone = torch.cuda.device_count() == 1  # a single device is always current
@@ -125,7 +125,7 @@ class Run:
         return x
 
     def places(self, x: torch.Tensor, out: Sequence[Any], kept: Iterable[Range] = ()) -> list[int] | None:
-        """The addresses of x and of a caller's tensors that are like `parts` and may be written; None if they are
+        """The addresses of x and of a caller's tensors that are like `outputs` and may be written; None if they are
         anything else, or share memory with each other, with x or with what is kept."""
         with_gradient = _is_grad_enabled()
         if _in_functorch() or (with_gradient and x.requires_grad):
@@ -133,7 +133,7 @@ class Run:
         begin = x.data_ptr()
         found, taken = [begin], [(begin, begin + self._bytes), *kept]
         try:
-            for y, (shape, strides, dtype), size in zip(out, self.parts, self._sizes):  # noqa: B905 (faster)
+            for y, (shape, strides, dtype), size in zip(out, self.outputs, self._sizes):  # noqa: B905 (faster)
                 if (
                     type(y) is not _Tensor
                     or y.dtype != dtype
@@ -165,14 +165,14 @@ def span(x: torch.Tensor) -> int:
     return (last + 1) * x.element_size() if x.numel() else 0
 
 
-def like(x: torch.Tensor) -> Part:
+def like(x: torch.Tensor) -> Output:
     """A contiguous result of x's shape and type."""
     return tuple(x.shape), torch.empty(x.shape, device="meta").stride(), x.dtype
 
 
-def _bytes_of(part: Part) -> int:
+def _bytes_of(output: Output) -> int:
     """Of its memory, with what fills up columns."""
-    shape, strides, dtype = part
+    shape, strides, dtype = output
     return 0 if 0 in shape else max(map(mul, shape, strides), default=1) * dtype.itemsize
 
 
@@ -267,7 +267,7 @@ def again(x: torch.Tensor, what: Any, inplace: bool = False, out: Any = None, ke
 
 
 # ---- rotations -------------------------------------------------------------------------------------------------------
-def number_of(of: Operands, columns: int | None = None) -> int:
+def number_of(of: RotateArguments, columns: int | None = None) -> int:
     """A number that stands for operands, for what they are and where they lie, as long as that memory is theirs. With
     numbers, keys are cheap to compare. columns: the last dimension of x, if only one fits."""
     matrices, orders, signs, signs_after, n, swapped, _, scale, *_ = of
@@ -289,7 +289,7 @@ def takes_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.numel() > 0
 
 
-def problem_of(x: torch.Tensor, of: Operands, to: Format | None = None) -> Problem | None:
+def rotation_problem(x: torch.Tensor, of: RotateArguments, to: Format | None = None) -> Problem | None:
     """The problem of a kernel that does all of a rotation; None if no kernel can. to: the format of the result. Raises
     `UsageError` where that does not fit the rows."""
     order = of.orders[0] if of.matrices is not None else 1
@@ -309,7 +309,7 @@ def problem_of(x: torch.Tensor, of: Operands, to: Format | None = None) -> Probl
 
 def launch_of(
     x: torch.Tensor,
-    of: Operands,
+    of: RotateArguments,
     problem: Problem,
     in_place: bool,
     sizes: dict[str, int] | None = None,

@@ -21,7 +21,7 @@ from hadagen.errors import DeviceError
 from hadagen.gpu import driver
 from hadagen.problem.launch import X, Y
 from hadagen.problem.problem import Rows
-from hadagen.runtime import compute, kernels, streams
+from hadagen.runtime import kernels, streams, transform_operator
 from hadagen.runtime.device import cuda_index
 from hadagen.runtime.transform import hadamard_transform
 
@@ -96,16 +96,16 @@ def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[
     def launch_alone(read: object = values) -> object:  # which must stay: `places` leads there
         return launch_kernel(config, function, places, None)
 
-    leaf, options = x.clone().requires_grad_(), compute.Options(0.5, "accurate", False)
+    leaf, options = x.clone().requires_grad_(), transform_operator.Options(0.5, "accurate", False)
     rungs: dict[str, Callable[[], object]] = {
         "cuLaunchKernelEx": launch_alone,
         "+ setting the addresses": lambda: launch(stream, address, address),
-        "+ finding the launch": lambda: compute.compute(x, options, True),
+        "+ finding the launch": lambda: transform_operator.compute(x, options, True),
         "in place": lambda: hadamard_transform(x, 0.5, inplace=True),
         "out of place": lambda: hadamard_transform(x, 0.5),
         "with gradients": lambda: hadamard_transform(leaf, 0.5),
-        "through the dispatcher": lambda: compute.HADAMARD.functional(x, *options),
-        "through the dispatcher, with gradients": lambda: compute.HADAMARD.functional(leaf, *options),
+        "through the dispatcher": lambda: transform_operator.HADAMARD.functional(x, *options),
+        "through the dispatcher, with gradients": lambda: transform_operator.HADAMARD.functional(leaf, *options),
         "torch.empty_like(x)": lambda: torch.empty_like(x),
         "x.clone()": lambda: x.clone(),
     }

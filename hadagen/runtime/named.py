@@ -20,8 +20,8 @@ from hadagen.problem.matrices import find_matrix
 from hadagen.problem.problem import MAX_ORDER, kernel_order
 from hadagen.runtime import sealed
 from hadagen.runtime.given import as_matrices, mean_square_of_rows, unpack_given
-from hadagen.runtime.linear import LIBRARY
-from hadagen.runtime.operands import TRAILER, combined, pack_matrices, pack_signs, packed_size, unpack_signs
+from hadagen.runtime.operators import LIBRARY
+from hadagen.runtime.rotate_arguments import TRAILER, combined, pack_matrices, pack_signs, packed_size, unpack_signs
 
 REGULAR = "regular"
 

@@ -12,9 +12,9 @@ from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
 from hadagen.problem.operands import sizes_for
 from hadagen.problem.problem import LARGE, DType, Problem
-from hadagen.runtime import fallback
-from hadagen.runtime.operands import Operands, addresses, pack_matrix
-from hadagen.runtime.product import rotate_into
+from hadagen.runtime import plain_transform
+from hadagen.runtime.plain_rotation import rotate_into
+from hadagen.runtime.rotate_arguments import RotateArguments, addresses, pack_matrix
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE, sample_scale
 
@@ -64,7 +64,7 @@ def _is_right(
     exact = torch.float64 if problem.io.input is DType.FLOAT32 else torch.float32
     wanted = torch.empty(rows, columns, dtype=exact, device=device)
     of = _operands(problem, transposed, numbers)
-    rotate_into(x.to(exact), wanted, of._replace(n=columns, scale=scale), fallback.transform)
+    rotate_into(x.to(exact), wanted, of._replace(n=columns, scale=scale), plain_transform.transform)
     stream = torch.cuda.current_stream(device).cuda_stream
     shape = RowShape(columns, columns, columns) if kernel.spec.reads_rows else None
     for y in (torch.full_like(x, math.nan), x):
@@ -93,7 +93,7 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format, size:
     of = _operands(problem, False, numbers)._replace(scale=scale)
     wanted = x.to(torch.float32, copy=True)
     if problem.n > 1:
-        rotate_into(x.float(), wanted, of, fallback.transform)
+        rotate_into(x.float(), wanted, of, plain_transform.transform)
     given = sample_scale(form, rows, device)
     given = given if given is None else given * size
     exact = wanted.double()
@@ -107,7 +107,7 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format, size:
     return quantizer.excess_error(codes, scales, exact, form, x.dtype, given).item() <= problem.error_bound
 
 
-def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> Operands:
+def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> RotateArguments:
     """A random matrix of ±1 with a 0, and random signs, where the problem has some."""
 
     def random(end: int, size: int) -> torch.Tensor:
@@ -119,4 +119,6 @@ def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> O
         entries[0, 0] = 0
         matrix, orders = pack_matrix(entries), [problem.order]
     before, after = (random(256, -(-problem.n // 8)) if problem.transform.signed else None for _ in range(2))
-    return Operands(matrix, orders, before, after, problem.n, problem.transform.swapped, transposed, 1.0, "accurate")
+    return RotateArguments(
+        matrix, orders, before, after, problem.n, problem.transform.swapped, transposed, 1.0, "accurate"
+    )

@@ -14,7 +14,7 @@ from hadagen.problem.formats import TENSOR, Format
 from hadagen.problem.problem import Problem, Rows
 from hadagen.runtime import calls, kernels
 from hadagen.runtime.arguments import as_int
-from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, problem_of
+from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, rotation_problem
 from hadagen.runtime.checks import (
     REAL,
     check_alike,
@@ -28,21 +28,21 @@ from hadagen.runtime.checks import (
     shape_of,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.codes import (
+from hadagen.runtime.quantize_operator import (
     INTO,
     NAMES,
     NEW,
     check_free,
-    check_parts,
+    check_outputs,
     fill_up,
     make,
-    parts_of,
+    outputs_of,
     problem_for,
     written_of,
 )
-from hadagen.runtime.operands import Operands, check
 from hadagen.runtime.quantized import Quantized
-from hadagen.runtime.rotate import ROTATE
+from hadagen.runtime.rotate_arguments import RotateArguments, check
+from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.rotation import Rotation
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -51,7 +51,7 @@ _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in floa
 
 def rotate_quantize(
     x: torch.Tensor,
-    rotation: Rotation | Operands | int | None = None,
+    rotation: Rotation | RotateArguments | int | None = None,
     *,
     to: str,
     scale: float | None = None,
@@ -151,7 +151,7 @@ def _what(x: torch.Tensor, rotation: Any, tensor_scale: Any, to: Any, scale: Any
         by = rotation.number_for(x)
         if by is None:
             return None
-    elif isinstance(rotation, Operands):
+    elif isinstance(rotation, RotateArguments):
         by = number_of(rotation)
     elif rotation is None or type(rotation) is int:
         by = rotation
@@ -174,18 +174,18 @@ def _again(
     addresses = [] if given is None else [given.data_ptr()]
     if target is None:
         made = run.new(x.data_ptr(), *addresses)
-        return made if len(run.parts) > 1 else (made, None)
+        return made if len(run.outputs) > 1 else (made, None)
     kept = [] if given is None else [(addresses[0], addresses[0] + given.nbytes)]
     if isinstance(rotation, Rotation):
         kept += rotation.kept
-    elif isinstance(rotation, Operands):
+    elif isinstance(rotation, RotateArguments):
         kept += [(each.data_ptr(), each.data_ptr() + each.nbytes) for _, each in rotation.tensors]
     places = run.places(x, target, kept)
     if places is None:
         return None
     if run.options.layout.in_columns:
         fill_up(target[1])
-    run.into(target[: len(run.parts)], *places, *addresses)
+    run.into(target[: len(run.outputs)], *places, *addresses)
     return target
 
 
@@ -193,7 +193,7 @@ def _again(
 def _made(
     x: torch.Tensor,
     rotation: Any,
-    of: Operands,
+    of: RotateArguments,
     form: Format,
     round_first: bool,
     given: torch.Tensor | None,
@@ -205,9 +205,9 @@ def _made(
     if written is not None and not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
         for name, each in zip(NAMES, written, strict=False):
             _check_has_no_gradient(each, name)
-        check_parts(written, parts_of(x, form), x)
+        check_outputs(written, outputs_of(x, form), x)
         if all(has_only_memory(each) for each in (x, *written)):
-            operands = rotation.tensors if isinstance(rotation, (Rotation, Operands)) else ()
+            operands = rotation.tensors if isinstance(rotation, (Rotation, RotateArguments)) else ()
             check_free(written, x, given, form, operands)
             if form.layout.in_columns:  # PyTorch does not know that these zeros belong to it, so an operator may not
                 fill_up(written[1])
@@ -266,17 +266,17 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
 
 def _operands(
     x: torch.Tensor,
-    rotation: Rotation | Operands | int | None,
+    rotation: Rotation | RotateArguments | int | None,
     scale: float | None,
     numerics: str,
     batch_invariant: bool,
-) -> Operands:
+) -> RotateArguments:
     """scale: None for the default."""
     columns = x.shape[-1]
     factor = 1.0 if scale is None else scale
     if isinstance(rotation, Rotation):
         return rotation.operands_for(x, factor, numerics, batch_invariant)
-    if isinstance(rotation, Operands):
+    if isinstance(rotation, RotateArguments):
         made = rotation.scaled(factor, numerics, batch_invariant)
         if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
             check(x, made)
@@ -289,7 +289,7 @@ def _operands(
             f"rotation = {shown(n)} is no power of two that divides the {columns} columns of x; choose one"
         )
     factor = n**-0.5 if scale is None else scale
-    return Operands(None, [1], None, None, n, False, False, factor, numerics, batch_invariant)
+    return RotateArguments(None, [1], None, None, n, False, False, factor, numerics, batch_invariant)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -374,6 +374,6 @@ def problems_of(
     length = of.n // math.prod(of.orders)
     return (
         problem_for(x, of, form, round_first),
-        problem_of(wide, of),
+        rotation_problem(wide, of),
         kernels.problem_of(length, wide.dtype, "accurate", Rows.CONTIGUOUS),
     )

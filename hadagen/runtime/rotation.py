@@ -32,7 +32,6 @@ from hadagen.runtime.checks import (
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.compressed_tensors import rotation_of
-from hadagen.runtime.compute import check_apart
 from hadagen.runtime.given import (
     as_count,
     as_matrices,
@@ -59,16 +58,17 @@ from hadagen.runtime.named import (
     stored_matrix,
     stored_on,
 )
-from hadagen.runtime.operands import (
+from hadagen.runtime.rotate_arguments import (
     TRAILER,
-    Operands,
+    RotateArguments,
     check,
     combined,
     pack_signs,
     unpack_signs,
 )
-from hadagen.runtime.rotate import ROTATE
+from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.sealed_module import SealedModule, Watched
+from hadagen.runtime.transform_operator import check_apart
 
 _GIVEN = "given"
 # The largest block with the regular matrix, whose diagonal is stored.
@@ -440,7 +440,7 @@ class Rotation(SealedModule):
     # ---- operands ----------------------------------------------------------------------------------------------------
     def _options(
         self, x: torch.Tensor, transposed: bool, scale: float, numerics: str, batch_invariant: bool
-    ) -> Operands:
+    ) -> RotateArguments:
         """What operators take. Raises `TensorError` if the buffers do not hold the values of such a rotation."""
         if _is_dynamo_compiling() or not self._may_look(x):
             tensors = self._unchecked(x)
@@ -454,10 +454,10 @@ class Rotation(SealedModule):
 
     def _operands(
         self, tensors: tuple[Any, Any, Any], transposed: bool, scale: float, numerics: str, batch_invariant: bool
-    ) -> Operands:
+    ) -> RotateArguments:
         matrices, before, after = tensors
         asked = transposed, float(self._scale) * scale, numerics, batch_invariant
-        return Operands(matrices, self._orders, before, after, self.block, self._swapped, *asked)
+        return RotateArguments(matrices, self._orders, before, after, self.block, self._swapped, *asked)
 
     def _may_look(self, x: Any) -> bool:
         """Whether buffers can be read and operands made: not in traces, for fake tensors, or while a graph is
@@ -568,7 +568,7 @@ class Rotation(SealedModule):
 
     def operands_for(
         self, x: torch.Tensor, scale: float, numerics: str = "accurate", batch_invariant: bool = BATCH_INVARIANT
-    ) -> Operands:
+    ) -> RotateArguments:
         """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")

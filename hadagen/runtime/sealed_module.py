@@ -14,7 +14,7 @@ import torch
 
 from hadagen.errors import TensorError
 from hadagen.runtime import sealed
-from hadagen.runtime.operands import TRAILER
+from hadagen.runtime.rotate_arguments import TRAILER
 
 Self = TypeVar("Self", bound="SealedModule")
 

@@ -22,7 +22,7 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.compute import HADAMARD, Options
+from hadagen.runtime.transform_operator import HADAMARD, Options
 
 _NEARLY = 1e-3  # relative, as a scale may have been rounded
 _has_warned = False

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hadagen.errors import StorageError, UsageError
-from hadagen.owners import problem_of
+from hadagen.owners import fault_of
 from hadagen.tuning_db.bundle import Accept, accept_all
 from hadagen.tuning_db.signatures import PublicKey, Signature, Statement, check_installed, public_keys
 
@@ -65,7 +65,7 @@ def _keys(value: str) -> tuple[PublicKey, ...]:
     check_installed()
     keys: list[PublicKey] = []
     for named in filter(None, value.split(os.pathsep)):
-        if os.path.lexists(named) and (problem := problem_of(named)):
+        if os.path.lexists(named) and (problem := fault_of(named)):
             raise StorageError(f"{VARIABLE} names a file that could be changed by others: {problem}")
         try:
             keys += public_keys(named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hadagen.problem.bits import Reals, decode, encode
-from hadagen.problem.operands import Values, prologue_of
+from hadagen.problem.operands import OperandValues, prologue_of
 from hadagen.problem.problem import LARGE, DType, Problem
 
 INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
@@ -27,7 +27,7 @@ def verification_scale(problem: Problem) -> float:
     return scale if problem.order == 1 else float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
 
 
-def transform(problem: Problem, x: Reals, scale: float, operands: Values) -> Reals:
+def transform(problem: Problem, x: Reals, scale: float, operands: OperandValues) -> Reals:
     """The transform of a problem over the last dimension of x, in float64, after its prologue."""
 
     def signs(name: str) -> Reals:

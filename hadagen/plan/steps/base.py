@@ -17,7 +17,7 @@ from hadagen.problem.problem import DType, Problem
 from hadagen.problem.scale import ScaleForm
 
 if TYPE_CHECKING:
-    from hadagen.plan.steps.values import Values
+    from hadagen.plan.steps.values import TileValues
 
 PACKED = "packed"  # two 16-bit elements to a register
 FP32 = "fp32"
@@ -163,7 +163,7 @@ class Step:
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
         """Add its roundings to `so_far`. carrier: the form that it leaves."""
 
-    def interpret(self, values: Values, plan: Draft) -> None:
+    def interpret(self, values: TileValues, plan: Draft) -> None:
         """Carry it out in float64."""
         across = [cta(j) for j in range(plan.cta_bits) if self.over_blocks]
         values.transform(*across, *self.places)
@@ -293,7 +293,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Draft:
-    """The steps of a problem over 2^chunk_bits chunks per warp, `parts` · 2^warp_bits warps and 2^cta_bits blocks.
+    """The steps of a problem over 2^chunk_bits chunks a warp, `odd_factor` · 2^warp_bits warps and 2^cta_bits blocks.
 
     With a matrix, chunks are the columns that a warp adds and subtracts, and there are 2^warp_bits groups of warps.
 
@@ -477,10 +477,10 @@ class RowTile(Tile):
 
     def placement(self, plan: Draft) -> Placement:
         vector_bits = plan.vector_elements.bit_length() - 1
-        return Placement.standard(vector_bits, plan.chunk_bits, plan.warp_bits, plan.cta_bits, plan.problem.parts)
+        return Placement.standard(vector_bits, plan.chunk_bits, plan.warp_bits, plan.cta_bits, plan.problem.odd_factor)
 
     def warps(self, plan: Draft) -> int:
-        return plan.problem.parts
+        return plan.problem.odd_factor
 
     def vectors(self, plan: Draft) -> int:
         return (THREAD_ELEMENTS << plan.chunk_bits) // plan.vector_elements

@@ -205,8 +205,8 @@ def _routes(plan: Draft, moves: Mapping[Place, Place]) -> Routes:
             kind = {"lane": "lane", "cta": "rank", "pair": "half"}.get(target.kind, "slot")
             above = plan.chunk_bits if target.kind == "warp" else 0
             routes[kind][name][bit(_number(place))] = bit(_number(target) + above)
-    if plan.problem.parts > 1:
-        digit = Axis(plan.problem.parts, 1 << plan.warp_bits)
+    if plan.problem.odd_factor > 1:
+        digit = Axis(plan.problem.odd_factor, 1 << plan.warp_bits)
         routes["slot"]["warp"][digit] = Axis(digit.radix, digit.stride << plan.chunk_bits)
     return routes
 

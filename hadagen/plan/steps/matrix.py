@@ -33,7 +33,7 @@ from hadagen.problem.operands import ENTRY_FACTOR, MATRIX, SIGNS
 from hadagen.problem.problem import DType
 
 if TYPE_CHECKING:
-    from hadagen.plan.steps.values import Values
+    from hadagen.plan.steps.values import TileValues
 
 OPERAND_SIDE = 16  # rows and columns of A in an operand of an mma
 OPERAND_REGISTERS = 4
@@ -156,7 +156,7 @@ class Multiplies(Store, Tile):
         if self.stores:
             yield from super().faults(plan, at)
 
-    def interpret(self, values: Values, plan: Draft) -> None:
+    def interpret(self, values: TileValues, plan: Draft) -> None:
         values.multiply_rows(plan.problem, plan.loaded)
         super().interpret(values, plan)
         values.flip(plan.problem, plan.placements[-1], "signs_after")
@@ -524,7 +524,7 @@ class Signs(Step):
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
         return ()
 
-    def interpret(self, values: Values, plan: Draft) -> None:
+    def interpret(self, values: TileValues, plan: Draft) -> None:
         name = "signs_before" if self.before else "signs_after"
         values.flip(plan.problem, plan.placements[plan.steps.index(self)], name)
 

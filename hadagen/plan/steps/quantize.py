@@ -146,7 +146,7 @@ class Largest(Step):
             yield "no block knows the values of another"
         elif form.group > plan.tile_elements:
             yield f"a tile of {plan.tile_elements} elements is shorter than a group of {form.group}"
-        elif plan.tile_elements % form.group or (plan.problem.parts > 1 and form.group < plan.tile_elements):
+        elif plan.tile_elements % form.group or (plan.problem.odd_factor > 1 and form.group < plan.tile_elements):
             yield f"groups of {form.group} are no digits of an index in a tile of {plan.tile_elements} elements"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hadagen.plan.layout import Place, Placement
+from hadagen.problem.operands import OperandValues
 from hadagen.problem.problem import Problem
 
 Reals = NDArray[np.float64]
-Operands = Mapping[str, NDArray[Any]]  # as those of `hadagen.truth.reference.transform`
 _HADAMARD = np.array([[1.0, 1.0], [1.0, -1.0]])
 
 
-class Values:
+class TileValues:
     """The values at all coordinates, in float64. `tiles` has an axis for the tiles, then one for each place."""
 
-    def __init__(self, loaded: Placement, x: Reals, scale: float, operands: Operands) -> None:
+    def __init__(self, loaded: Placement, x: Reals, scale: float, operands: OperandValues) -> None:
         self._operands = operands
         self.left = scale  # the product of all factors still to come
         self._places = tuple(loaded.axes)
@@ -62,7 +61,7 @@ class Values:
 
     def _take(self, placement: Placement, rows: Reals) -> None:
         """Take values in memory order for this placement."""
-        found = Values(placement, rows, self.left, self._operands)
+        found = TileValues(placement, rows, self.left, self._operands)
         self.tiles = found._ordered(self._places)
 
     def _ordered(self, places: Iterable[Place]) -> Reals:

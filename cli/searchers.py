@@ -36,7 +36,7 @@ Show = Callable[["Event | Building"], None]
 
 
 @dataclass(frozen=True)
-class Lane:
+class Searcher:
     """One search, with what builds and measures for it. Fields as in `TuneOptions`."""
 
     arch: Arch
@@ -90,7 +90,9 @@ class Here:
         return [(self.target, self.gpu)]
 
     @contextmanager
-    def lanes(self, problems: Sequence[Problem], trials: int | None, stop: Flag, show: Show) -> Iterator[list[Lane]]:
+    def searchers(
+        self, problems: Sequence[Problem], trials: int | None, stop: Flag, show: Show
+    ) -> Iterator[list[Searcher]]:
         from hadagen.cli.progress import in_parts
         from hadagen.tuner.estimate import EstimateRunner
         from hadagen.tuner.pipeline import Pipeline
@@ -99,7 +101,7 @@ class Here:
         runs = measuring(self.gpu, self.index, toolchain) if self.gpu else nullcontext(EstimateRunner(target, stop))
         with runs as runner:
             build = in_parts(lambda sources: toolchain.build(sources, target, stopped=stop), show)
-            yield [Lane(target, runner, build, show, Pipeline)]
+            yield [Searcher(target, runner, build, show, Pipeline)]
 
     def each(self, tasks: Sequence[Callable[[], Value]], stop: Flag) -> list[Value]:
         """The results of the tasks, one for each of `targets`. Tasks run in this thread, because it gets Ctrl-C."""
@@ -121,7 +123,7 @@ class Here:
 
 @dataclass
 class There:
-    """A fleet, with a lane for each class of GPUs."""
+    """A fleet, with a searcher for each class of GPUs."""
 
     fleet: Fleet
     only: dict[str, list[int | str]]
@@ -137,9 +139,11 @@ class There:
         return [(load_arch(each.arch).narrowed(self.only), each.environment) for each in self._classes]
 
     @contextmanager
-    def lanes(self, problems: Sequence[Problem], trials: int | None, stop: Flag, show: Show) -> Iterator[list[Lane]]:
+    def searchers(
+        self, problems: Sequence[Problem], trials: int | None, stop: Flag, show: Show
+    ) -> Iterator[list[Searcher]]:
         from hadagen.tuner.events import FleetChanged
-        from hadagen.tuner.fleet import FleetGpus, FleetPipeline, Guesses, Summed
+        from hadagen.tuner.fleet_search import FleetGpus, FleetPipeline, Guesses, Summed
         from hadagen.tuner.search import MEASURED_TRIALS
 
         classes = self._classes
@@ -152,7 +156,7 @@ class There:
         self.fleet.look = lambda state: summed.tell(FleetChanged(state))
         try:
             yield [
-                Lane(
+                Searcher(
                     targets[each.arch],
                     FleetGpus(self.fleet, each),
                     None,
@@ -167,7 +171,7 @@ class There:
 
     def each(self, tasks: Sequence[Callable[[], Value]], stop: Flag) -> list[Value]:
         """The results of the tasks, one for each of `targets`, which run side by side."""
-        from hadagen.tuner.fleet import at_once
+        from hadagen.tuner.fleet_search import at_once
 
         return at_once(tasks, stop)
 
@@ -178,7 +182,7 @@ class There:
     def _again(
         self, gpu: Environment, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]
     ) -> Iterator[Trial]:
-        from hadagen.tuner.fleet import FleetGpus
+        from hadagen.tuner.fleet_search import FleetGpus
 
         say(f"refining: timing {len(variants)} kernels between the sizes of the search on {gpu.gpu}", err=True)
         (of,) = (each for each in self._classes if each.environment.gpu == gpu.gpu)

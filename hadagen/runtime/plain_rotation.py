@@ -10,15 +10,15 @@ from math import prod
 
 import torch
 
-from hadagen.runtime import fallback
-from hadagen.runtime.operands import Operands, unpack_matrices, unpack_signs
+from hadagen.runtime import plain_transform
+from hadagen.runtime.rotate_arguments import RotateArguments, unpack_matrices, unpack_signs
 
 # (x, y, scale): y = (x · H) · scale over the last dimension, where y is x or shares no memory with it.
 Transform = Callable[[torch.Tensor, torch.Tensor, float], None]
 
 
-def rotate_into(x: torch.Tensor, y: torch.Tensor, of: Operands, transform: Transform) -> None:
-    """y = x · M · scale or x · Mᵀ · scale, as `Operands` says, rounded to y's type once.
+def rotate_into(x: torch.Tensor, y: torch.Tensor, of: RotateArguments, transform: Transform) -> None:
+    """y = x · M · scale or x · Mᵀ · scale, as `RotateArguments` says, rounded to y's type once.
 
     y is contiguous, and the same memory as x or none of it. With matrices, computes in float64 for float64; otherwise
     `transform` gets float32, and products with matrices are in float64 (float32 on a device without float64). Without,
@@ -42,17 +42,19 @@ def rotate_into(x: torch.Tensor, y: torch.Tensor, of: Operands, transform: Trans
         y.mul_(last)
 
 
-def _multiply(x: torch.Tensor, y: torch.Tensor, signs: torch.Tensor | None, of: Operands, transform: Transform) -> None:
+def _multiply(
+    x: torch.Tensor, y: torch.Tensor, signs: torch.Tensor | None, of: RotateArguments, transform: Transform
+) -> None:
     """y = x · diag(signs) · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · scale, with each A transposed if `of` is."""
     source, target = x.reshape(-1, of.n), y.view(-1, of.n)
-    block = fallback.rows_at_a_time(source, of.n)
-    dtype = fallback.type_to_compute_in(x)
+    block = plain_transform.rows_at_a_time(source, of.n)
+    dtype = plain_transform.type_to_compute_in(x)
     # No setting lowers the precision of products of float64, unlike that of float32.
     exact = dtype if x.device.type == "mps" else torch.float64
     matrices = [matrix.to(exact) for matrix in unpack_matrices(of.matrices, of.orders)]
     factors = [matrix.T for matrix in matrices] if of.transposed else matrices
     length = of.n // prod(of.orders)  # of the rows that H transforms
-    first_scale, last_scale = fallback.split_scale(x, of.scale)
+    first_scale, last_scale = plain_transform.split_scale(x, of.scale)
     for first in range(0, source.shape[0], block):
         values = source[first : first + block].to(dtype, copy=True, memory_format=torch.contiguous_format)
         if signs is not None:

@@ -16,10 +16,10 @@ from hadagen.errors import TensorError
 from hadagen.gpu.driver import Launch
 from hadagen.problem.launch import RowShape
 from hadagen.problem.problem import Rows, padded_length
-from hadagen.runtime import calls, fallback, kernels, streams
+from hadagen.runtime import calls, kernels, plain_transform, streams
 from hadagen.runtime.calls import ALIGNMENT, Run, increment_version, span
 from hadagen.runtime.checks import check_call, check_like, check_writable
-from hadagen.runtime.linear import LinearOperator
+from hadagen.runtime.operators import LinearOperator
 
 
 class Options(NamedTuple):
@@ -52,7 +52,7 @@ def compute(x: torch.Tensor, options: Options, inplace: bool) -> torch.Tensor:
             increment_version((x,))
         else:
             result = torch.empty_like(x, memory_format=torch.contiguous_format)
-        fallback.transform(x, result, options.scale, batch_invariant=options.batch_invariant)
+        plain_transform.transform(x, result, options.scale, batch_invariant=options.batch_invariant)
     return x.copy_(result) if inplace else result.contiguous()
 
 
@@ -85,7 +85,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
                 _remembered(x, found, options, False)
             return streams.queue(found, x.get_device(), x.data_ptr(), y.data_ptr())
     if y.is_contiguous() and not has_kernels:
-        fallback.transform(x, y, options.scale, batch_invariant=options.batch_invariant)
+        plain_transform.transform(x, y, options.scale, batch_invariant=options.batch_invariant)
     else:
         y.copy_(compute(x, options, False))
     return None

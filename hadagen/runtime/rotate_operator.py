@@ -10,21 +10,21 @@ from __future__ import annotations
 import torch
 
 from hadagen.problem.problem import Problem
-from hadagen.runtime import calls, compute, product, sealed, streams
-from hadagen.runtime.calls import ALIGNMENT, Run, launch_of, number_of, problem_of
+from hadagen.runtime import calls, plain_rotation, sealed, streams, transform_operator
+from hadagen.runtime.calls import ALIGNMENT, Run, launch_of, number_of, rotation_problem
 from hadagen.runtime.checks import check_alike, check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.linear import LinearOperator
-from hadagen.runtime.operands import Operands, check
+from hadagen.runtime.operators import LinearOperator
+from hadagen.runtime.rotate_arguments import RotateArguments, check
 
 
-def rotated(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
+def rotated(x: torch.Tensor, of: RotateArguments, inplace: bool) -> torch.Tensor:
     check(x, of)
     check_whole(of)
     if inplace:
         check_writable(x)
-        compute.check_apart(x, "x", of.tensors)
-    problem = problem_of(x, of)
+        transform_operator.check_apart(x, "x", of.tensors)
+    problem = rotation_problem(x, of)
     run = None if problem is None else _run(x, of, problem, inplace)
     if run is not None:
         return run.over(x, x.data_ptr()) if inplace else run.new(x.data_ptr())
@@ -39,22 +39,22 @@ def rotated(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
     return x.copy_(y) if inplace and y is not x else y
 
 
-def check_whole(of: Operands) -> None:
+def check_whole(of: RotateArguments) -> None:
     """Raises `TensorError` for sealed signs that are not whole."""
     sealed.check(of.signs, of.signs_after, least=-(-of.n // 8))
 
 
-def _compute_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
+def _compute_into(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None:
     check(x, of)
     check_whole(of)
     check_like(x, y)
     check_writable(y)
-    compute.check_apart(y, "out", of.tensors)
+    transform_operator.check_apart(y, "out", of.tensors)
     if x.data_ptr() == y.data_ptr() and x.stride() == y.stride():
         rotated(y, of, True)
-    elif not y.is_contiguous() or compute.may_overlap(x, y):
+    elif not y.is_contiguous() or transform_operator.may_overlap(x, y):
         y.copy_(rotated(x, of, False))
-    elif (problem := problem_of(x, of)) is None:
+    elif (problem := rotation_problem(x, of)) is None:
         _rotate(x, y, of)
     elif (run := _run(x, of, problem, False)) and not y.data_ptr() % ALIGNMENT:
         run.into((y,), x.data_ptr(), y.data_ptr())
@@ -64,12 +64,12 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
         rotated(y.copy_(x), of, True)
 
 
-def _is_plain(of: Operands) -> bool:
+def _is_plain(of: RotateArguments) -> bool:
     """Whether it is H alone."""
     return of.matrices is None and of.signs is None and of.signs_after is None and not of.swapped
 
 
-def _run(x: torch.Tensor, of: Operands, problem: Problem, inplace: bool) -> Run | None:
+def _run(x: torch.Tensor, of: RotateArguments, problem: Problem, inplace: bool) -> Run | None:
     """What does all of it for tensors like x by one launch; None if there is no kernel, or it does not take x as it
     lies."""
     if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
@@ -81,22 +81,22 @@ def _run(x: torch.Tensor, of: Operands, problem: Problem, inplace: bool) -> Run 
     return run
 
 
-def _rotate(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
+def _rotate(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None:
     """In PyTorch, with kernels for H alone; into y, which is contiguous, and the same memory as x or none of it."""
 
     def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
-        options = compute.Options(scale, of.numerics, of.batch_invariant)
+        options = transform_operator.Options(scale, of.numerics, of.batch_invariant)
         if x.data_ptr() == y.data_ptr():
-            compute.compute(y, options, True)
+            transform_operator.compute(y, options, True)
         else:
-            compute.compute_into(x, y, options)
+            transform_operator.compute_into(x, y, options)
 
-    product.rotate_into(x, y, of, transform)
+    plain_rotation.rotate_into(x, y, of, transform)
 
 
 ROTATE = LinearOperator(
     "rotate",
-    Operands,
+    RotateArguments,
     "Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, bool transposed, "
     "Scalar scale, str numerics",
     "bool batch_invariant=False",
@@ -117,5 +117,5 @@ def rotate(
     if matrix is not None:
         check_alike(x, matrix, "the matrix")
     return ROTATE.apply(
-        x, Operands(matrix, [order], None, None, n, False, transposed, scale, "accurate", BATCH_INVARIANT)
+        x, RotateArguments(matrix, [order], None, None, n, False, transposed, scale, "accurate", BATCH_INVARIANT)
     )

@@ -1,4 +1,4 @@
-"""What a rotation takes beside x: `Operands`, their forms in memory, and the checks of them."""
+"""What a rotation takes beside x: `RotateArguments`, their forms in memory, and the checks of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtim
 _PART = 16  # rows and columns of a part of a packed matrix
 
 
-class Operands(NamedTuple):
+class RotateArguments(NamedTuple):
     """All but x, in the order in which the operator takes them. Tensors are on x's device.
 
     Each block of n elements of the last dimension of x is multiplied by scale · M, or by scale · Mᵀ if `transposed`,
@@ -53,15 +53,15 @@ class Operands(NamedTuple):
         named = ("the matrix", self.matrices), ("the vector signs", self.signs), ("the vector signs_after", self[3])
         return [(f"{name} of the rotation", each) for name, each in named if each is not None]
 
-    def scaled(self, factor: float, numerics: str, batch_invariant: bool) -> Operands:
+    def scaled(self, factor: float, numerics: str, batch_invariant: bool) -> RotateArguments:
         """The same times a factor, with these numerics."""
         # Not by _replace, which torch.compile of PyTorch 2.6 lacks.
         tensors = self.matrices, self.orders, self.signs, self.signs_after
         asked = self.scale * factor, numerics, batch_invariant
-        return Operands(*tensors, self.n, self.swapped, self.transposed, *asked)
+        return RotateArguments(*tensors, self.n, self.swapped, self.transposed, *asked)
 
 
-def check(x: torch.Tensor, of: Operands) -> None:
+def check(x: torch.Tensor, of: RotateArguments) -> None:
     """Raises TypeError, `UsageError` or `TensorError` for operands that do not fit x. Reads no memory."""
     check_call(x, of.scale, of.numerics)
     if of.n < 1 or x.shape[-1] % of.n:
@@ -119,7 +119,7 @@ def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> lis
     return [part.view(order, order) for part, order in zip(parts, orders, strict=True)]
 
 
-def addresses(of: Operands) -> dict[str, int]:
+def addresses(of: RotateArguments) -> dict[str, int]:
     """What a kernel takes for them, as `LaunchSpec.arguments` does. The tensors must stay where they are until it has
     run."""
     before, after = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)

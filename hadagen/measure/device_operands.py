@@ -8,7 +8,7 @@ import torch
 
 from hadagen.errors import UsageError
 from hadagen.problem.matrices import find_matrix
-from hadagen.problem.operands import MATRIX, Values, kernel_operands, operands_of, verification_operands
+from hadagen.problem.operands import MATRIX, OperandValues, kernel_operands, operands_of, verification_operands
 from hadagen.problem.problem import Problem
 from hadagen.truth.reference import hadamard
 
@@ -19,7 +19,7 @@ _GUARD, _POISON = 4096, 0x7F
 class DeviceOperands(dict[str, int]):
     """Name of a param → device address, as `LaunchSpec.arguments` takes them. It owns the memory."""
 
-    def __init__(self, problem: Problem, values: Values, device: torch.device) -> None:
+    def __init__(self, problem: Problem, values: OperandValues, device: torch.device) -> None:
         """Optional operands without values are none. Raises PyTorch's `RuntimeError` where memory runs out."""
         super().__init__({each.name: 0 for each in operands_of(problem) if each.is_optional})
         self.device = device

@@ -16,11 +16,11 @@ from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.operands import sizes_for
 from hadagen.problem.problem import LEAST_GROUP, Problem
 from hadagen.runtime import calls
-from hadagen.runtime.calls import ALIGNMENT, Part, Run, needs_derivative, problem_of, span
+from hadagen.runtime.calls import ALIGNMENT, Output, Run, needs_derivative, rotation_problem, span
 from hadagen.runtime.checks import check_alike, check_is_tensor, check_writable, is_functional, kind_of, shape_of
-from hadagen.runtime.linear import register
-from hadagen.runtime.operands import Operands, check
-from hadagen.runtime.rotate import check_whole, rotated
+from hadagen.runtime.operators import register
+from hadagen.runtime.rotate_arguments import RotateArguments, check
+from hadagen.runtime.rotate_operator import check_whole, rotated
 from hadagen.truth import quantizer
 
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
@@ -40,13 +40,13 @@ def order_of(x: torch.Tensor, form: Format) -> list[int]:
 
 
 def shaped(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor) -> Results:
-    """Codes and scales like `parts_of` x, of contiguous codes of rows in their order and their scales."""
-    of_codes, of_scales = parts_of(x, form)
+    """Codes and scales like `outputs_of` x, of contiguous codes of rows in their order and their scales."""
+    of_codes, of_scales = outputs_of(x, form)
     codes = codes.as_strided(*of_codes[:2])
     return codes, scales if form.group == TENSOR else scales.as_strided(*of_scales[:2])
 
 
-def parts_of(x: torch.Tensor, form: Format) -> tuple[Part, Part]:
+def outputs_of(x: torch.Tensor, form: Format) -> tuple[Output, Output]:
     """What codes and scales of x are. By formula, so that sizes of x may be symbols, without a guard on them."""
     *leading, columns = x.shape
     order, rows, groups = order_of(x, form), prod(leading), form.scales_in_row(columns)
@@ -92,7 +92,7 @@ def fill_up(scales: torch.Tensor) -> None:
 # ---- what makes them -------------------------------------------------------------------------------------------------
 def make(
     x: torch.Tensor,
-    of: Operands,
+    of: RotateArguments,
     form: Format,
     round_first: bool,
     given: torch.Tensor | None,
@@ -137,7 +137,12 @@ def is_ready(rows: torch.Tensor) -> bool:
 
 
 def _run(
-    rows: torch.Tensor, x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
+    rows: torch.Tensor,
+    x: torch.Tensor,
+    of: RotateArguments,
+    form: Format,
+    round_first: bool,
+    given: torch.Tensor | None,
 ) -> Run | None:
     """What launches a kernel for rows: x, or a copy of it, with its dimensions in order; None if there is none."""
     if not calls.takes_kernels(x):
@@ -161,26 +166,26 @@ def _run(
     launch = calls.launch_of(x, of, problem, False, sizes_for(form, count, columns, units_in_head), changing)
     if launch is None:
         return None
-    parts: Sequence[Part] = parts_of(x, form)
-    dtype, make_last = parts[1][2], None
+    outputs: Sequence[Output] = outputs_of(x, form)
+    dtype, make_last = outputs[1][2], None
     if of_tensor:
-        parts = parts[:1]
+        outputs = outputs[:1]
     elif quantizer.room(count, groups, form.layout, dtype.itemsize) > count * groups:
         make_last = functools.partial(quantizer.laid_out_empty, count, groups, form.layout, dtype, x.device)
     clears = make_last is not None and form.layout is Layout.SWIZZLED
-    return calls.remember(rows, what, False, Run(x, launch, parts, None, form, make_last, clears))
+    return calls.remember(rows, what, False, Run(x, launch, outputs, None, form, make_last, clears))
 
 
-def problem_for(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Problem | None:
+def problem_for(x: torch.Tensor, of: RotateArguments, form: Format, round_first: bool) -> Problem | None:
     """The problem of a kernel that does all of it; None if no kernel can."""
     try:
-        return problem_of(x, of, form.for_rows(x.shape[-1], round_first))
+        return rotation_problem(x, of, form.for_rows(x.shape[-1], round_first))
     except UsageError:  # groups that are no part of a tile
         return None
 
 
 def _in_pytorch(
-    rows: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
+    rows: torch.Tensor, of: RotateArguments, form: Format, round_first: bool, given: torch.Tensor | None
 ) -> Results:
     values = rotated(rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format), of, True)
     if round_first:
@@ -197,9 +202,9 @@ def written_of(destination: Sequence[Any], form: Format) -> Sequence[torch.Tenso
     return [quantizer.as_bytes(each) for each in written]
 
 
-def check_parts(written: Sequence[torch.Tensor], parts: Sequence[Part], x: torch.Tensor) -> None:
+def check_outputs(written: Sequence[torch.Tensor], outputs: Sequence[Output], x: torch.Tensor) -> None:
     """Raises `TensorError` for what is not like the result for x."""
-    for name, each, (shape, strides, dtype) in zip(NAMES, written, parts, strict=False):
+    for name, each, (shape, strides, dtype) in zip(NAMES, written, outputs, strict=False):
         check_alike(x, each, name)
         if each.is_neg():
             raise TensorError(f"{name} is a view that negates what it reads; pass {name}.resolve_neg()")
@@ -251,9 +256,9 @@ _EXACT_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed
 _format = functools.lru_cache(maxsize=256)(Format.choose)
 
 
-def _arguments(*options: Any) -> tuple[Operands, Format, bool, torch.Tensor | None]:
+def _arguments(*options: Any) -> tuple[RotateArguments, Format, bool, torch.Tensor | None]:
     of: Any = *options[:6], False, *options[6:9]
-    return Operands(*of), _format(*options[9:13]), options[13], options[14]
+    return RotateArguments(*of), _format(*options[9:13]), options[13], options[14]
 
 
 def _new(x: torch.Tensor, *options: Any) -> Results:
@@ -265,7 +270,7 @@ def _new(x: torch.Tensor, *options: Any) -> Results:
     return codes, scales
 
 
-def _check(x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None) -> None:
+def _check(x: torch.Tensor, of: RotateArguments, form: Format, round_first: bool, given: torch.Tensor | None) -> None:
     """Raises `TensorError` for arguments of different devices, of which kernels would read any memory."""
     check(x, of)
     check_whole(of)
@@ -278,7 +283,7 @@ def _shapes(x: torch.Tensor, *options: Any) -> Results:
     arguments = _arguments(*options)
     _check(x, *arguments)
     form = arguments[1]
-    codes, scales = (x.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in parts_of(x, form))
+    codes, scales = (x.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in outputs_of(x, form))
     if form.layout.in_columns:  # in memory that ends with what fills up the last column
         memory = scales.new_empty(scales.shape[1] * scales.stride(1))
         scales = memory.as_strided(scales.shape, scales.stride())
@@ -289,7 +294,7 @@ def _into(x: torch.Tensor, *options: Any) -> None:
     of, form, round_first, given = _arguments(*options[:_OUT_AT])
     _check(x, of, form, round_first, given)
     written = written_of(options[_OUT_AT:], form)
-    check_parts(written, parts_of(x, form), x)
+    check_outputs(written, outputs_of(x, form), x)
     check_free(written, x, given, form, of.tensors)
     make(x, of, form, round_first, given, written)
 
@@ -298,7 +303,7 @@ def _shapes_into(x: torch.Tensor, *options: Any) -> None:
     arguments = _arguments(*options[:_OUT_AT])
     _check(x, *arguments)
     form = arguments[1]
-    check_parts(written_of(options[_OUT_AT:], form), parts_of(x, form), x)
+    check_outputs(written_of(options[_OUT_AT:], form), outputs_of(x, form), x)
 
 
 def _without_derivative(operator: str) -> Any:
