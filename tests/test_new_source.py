@@ -12,15 +12,18 @@ from typing import Any
 import jinja2
 import pytest
 import torch
+from real_compilers import needs_compiler
 from spaces import ARCH
 from test_laws import EmulatedLaunch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from hadagen import Match, TensorError, best_config, hadamard_transform
+from hadagen import Match, TensorError, best_config, hadamard_transform, warmup
 from hadagen.compiler import codegen, recipes
 from hadagen.compiler.emulator import compile_host, verification_rows, verify
+from hadagen.compiler.toolchain import Toolchain
 from hadagen.errors import UsageError
-from hadagen.measure import Cell, timing
+from hadagen.measure import Cell, copy_sources, timing
+from hadagen.measure.messages import Answer, Measure
 from hadagen.measure.verify import Verifier
 from hadagen.plan.costmodel import Estimate
 from hadagen.plan.space import Space, build_plan
@@ -358,3 +361,36 @@ def test_a_source_that_nobody_knows_is_refused() -> None:
     _, tensors, after = call_of(KEYS[0])
     with pytest.raises(UsageError, match="prologue 'made_upp' is not known; did you mean made_up"):
         rotate_after(tensors[0], Before("made_upp"), after)
+
+
+@pytest.mark.gpu
+@needs_compiler
+@pytest.mark.parametrize("key", KEYS)
+def test_a_source_is_verified_timed_and_called_on_a_gpu(key: str) -> None:
+    from hadagen.measure.service import DeviceService
+    from hadagen.measure.watch import Watch
+
+    problem, tensors, after = call_of(key)
+    toolchain = Toolchain.find()
+    (kernel,) = toolchain.build_all([codegen.render(build_plan(problem, Space(problem, ARCH).seeds()[0], ARCH))], ARCH)
+    stream = torch.cuda.current_stream()
+    try:
+        service = DeviceService(Watch(), 0, toolchain.build_all(copy_sources(), ARCH), None, 5)
+        answer = service.handle(Measure(problem, kernel, {}))
+    finally:
+        torch.cuda.set_stream(stream)
+    assert isinstance(answer, Answer)
+    assert (answer.outcome, answer.detail) == (Outcome.OK, "")
+    assert {timing.destination for timing in answer.timings} == {Destination.OUT_OF_PLACE}
+    assert all(0.02 < timing.fraction_of_copy < 1.5 for timing in answer.timings)
+    largest = max(answer.timings, key=lambda timing: timing.copy_us)
+    moved = Cell.of(largest).traffic(problem).footprint
+    assert 2e3 < moved / largest.copy_us / 1e3 < 6e3  # GB/s
+
+    rotation = {"to": "mxfp8"} if after.form else {}
+    assert warmup(problem.n, tensors[0].dtype, before="made_up", **rotation) > 0
+    on_gpu = [each.cuda() for each in tensors]
+    results = values_of(rotate_after(on_gpu[0], Before("made_up", tuple(on_gpu[1:])), after), after)
+    assert problem in {kind.problem for kind, _ in tables.found}
+    for found, exact in zip(results, values_of(exact_results(tensors, after), after), strict=True):
+        assert float((found.cpu().double() - exact.double()).norm() / exact.double().norm()) <= 4e-3
