@@ -1,7 +1,5 @@
 """What every test shares: reproducible hypothesis runs; tests that need a GPU or a browser say why they do not run."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

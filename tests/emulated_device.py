@@ -1,8 +1,6 @@
 """Tensors on the CPU, for which the runtime takes kernels as if they were on a GPU. The kernels read and write memory
 by address alone, as real ones do, and check what they were promised."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ class EmulatedKernel:
     problem: Problem
     in_place: bool | None
     spec: LaunchSpec
-    launched: list[EmulatedKernel]
+    launched: list["EmulatedKernel"]
 
     def prepared(
         self,

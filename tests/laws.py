@@ -14,8 +14,6 @@ And of a kernel that quantizes, besides *rows*, *ragged* and *outside*:
 - *scale*: of twice the values, scales are twice as large, and codes are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import product
 

@@ -1,7 +1,5 @@
 """What several tests of plans need: plans to begin with, and changes to them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

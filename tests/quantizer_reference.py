@@ -5,8 +5,6 @@ two projects do the same thing in another order, the order has a name, and a cal
 [rows, columns], and a group is a run of columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

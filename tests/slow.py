@@ -1,7 +1,5 @@
 """Which tests are slow: they run in `make long-test`, and `make test` runs a sample of their cases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

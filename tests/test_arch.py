@@ -1,7 +1,5 @@
 """Arch files: the shipped ones load, and each mistake in one is answered with a sentence that says what to correct."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable

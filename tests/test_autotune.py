@@ -1,7 +1,5 @@
 """`hadagen.autotune`: one problem, measured within a program, on a GPU that is made up."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -90,11 +88,11 @@ class FakeRunner:
     """Measures in no time, but the clock says a second for each kernel. The first is the fastest. As the real one, it
     draws the next variant before it yields a trial."""
 
-    def __init__(self, machine: Machine, deadline: float) -> None:
+    def __init__(self, machine: "Machine", deadline: float) -> None:
         self._machine, self._deadline = machine, deadline
         machine.runs.append([])
 
-    def __enter__(self) -> FakeRunner:
+    def __enter__(self) -> "FakeRunner":
         return self
 
     def __exit__(self, *_: object) -> None:

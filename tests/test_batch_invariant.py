@@ -1,7 +1,5 @@
 """Batch-invariant calls: kernels with the same arithmetic give the same bits, and such calls run no others."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Bundles: what was selected comes out, equal winners give equal files, and no damage goes unnoticed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

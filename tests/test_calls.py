@@ -1,7 +1,5 @@
 """`hadagen bench calls`, and the ladder it climbs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

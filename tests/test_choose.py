@@ -1,7 +1,5 @@
 """Choosing: each class of match, the order among entries, and where bundles come from."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

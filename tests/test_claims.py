@@ -1,7 +1,5 @@
 """Runs that share a database do nothing twice, and fill the tables of Optuna as Optuna itself would."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

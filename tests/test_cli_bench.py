@@ -1,7 +1,5 @@
 """`hadagen bench` on a GPU that is made up: kernels that are timed together, and calls between the sizes of a tune."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Whatever fails on the command line is one sentence and an exit code, and nothing is lost by it."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import json

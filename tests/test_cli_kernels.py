@@ -1,7 +1,5 @@
 """`hadagen best`, `emit` and `compile`: the kernel of a call, its source, and its code in the cache."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`hadagen tune`: what it tries, with a GPU that is made up and without one, the bundle it leaves, and its progress."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The generator: the same plan gives the same readable text, and templates see no launch argument."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Kernels against each other and against other libraries: who is timed, what counts, and what noise cannot do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

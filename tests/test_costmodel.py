@@ -1,7 +1,5 @@
 """The cost model against times measured on an H100, and the laws that any of its times must keep."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -1,7 +1,5 @@
 """The driver: the module against a stand-in that notes every call, and its functions through ctypes against cuda.h."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

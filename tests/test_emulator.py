@@ -1,7 +1,5 @@
 """Generated kernels on the emulator: every structural family × dtype × a spread of n, against float64."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import defaultdict

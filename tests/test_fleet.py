@@ -1,7 +1,5 @@
 """`hadagen tune --fleet` on a real Dask cluster, whose GPUs are those of the emulator, and who can reach a fleet."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The command line on a machine with a GPU: from a measured tune to a bench that times its winners."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Kernels of every type that an mma takes: of a value alone a GPU makes the same as the emulator, to the last bit. What
 is at several levels, or as large or small as may be. And what multicasts bring, in place."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Measuring on a GPU: the environment, the yardstick, a right kernel, wrong kernels and broken ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

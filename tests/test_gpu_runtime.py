@@ -1,7 +1,5 @@
 """`hadamard_transform` on a GPU: every shipped kernel, tensors of any kind, what is refused, and what a call costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`hadamard_transform` on a GPU within PyTorch: gradients, torch.compile, vmap and autocast."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_tensors import assert_good, kernels_for_this_gpu, normal

@@ -1,7 +1,5 @@
 """`hadamard_transform` on a GPU: streams, graphs, threads, devices, and kernels that start early."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

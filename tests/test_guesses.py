@@ -1,7 +1,5 @@
 """Kernels of problems with a matrix or signs that no bundle has, from the knobs of problems that one has."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

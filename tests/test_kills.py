@@ -1,7 +1,5 @@
 """A tune that is killed again and again, and one whose kernels are broken: it ends like one that nobody disturbed."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Laws of placements: they compose with moves, moves of swaps undo themselves, and elements are counted once."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from math import prod

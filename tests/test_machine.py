@@ -1,7 +1,5 @@
 """The machine under the emulator: handwritten kernels that use its primitives rightly or wrongly, and its report."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

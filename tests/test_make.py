@@ -1,7 +1,5 @@
 """The Makefile, the tests with other releases of PyTorch, and the wheel of a release."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

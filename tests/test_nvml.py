@@ -1,7 +1,5 @@
 """What NVML tells of a GPU: its class, and what disturbs timings."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import replace

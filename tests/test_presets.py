@@ -1,7 +1,5 @@
 """Presets are the definitions of their projects, behind the rotation in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is compared with PyTorch of a kernel that was compiled here, without a GPU: see `EmulatedKernel`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`rotate_quantize`: the rotation and the quantizer are those of the parts; operators, shapes, and bad input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """`Quantized` on its own: a pair, a node of pytrees, what can be stored and moved, and its checks."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Kernels that quantize, on the emulator: the codes and scales of the quantizer in PyTorch, bit for bit."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

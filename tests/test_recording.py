@@ -1,7 +1,5 @@
 """Recordings: every legal variant within cut ranges, kept as it is measured, read back, and searched again."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

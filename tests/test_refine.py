@@ -1,7 +1,5 @@
 """What is added to winners between the counts that they were tuned at, with kernels that take what a formula says."""
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reports: their numbers, the page, what a browser makes of it, and what is said where there is none."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """A search that is killed or disturbed goes on where it was: nothing reported is lost, nothing is tried twice."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a rotation hands to a kernel that does all of it, and when there is none; by `EmulatedDevice`, without a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`torch.ops.hadagen.rotate`: what torch.compile, autograd and torch.func make of a rotation. No GPU needed."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

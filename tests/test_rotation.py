@@ -1,7 +1,5 @@
 """`Rotation` in plain PyTorch: values, inverses, folding, storing, and its checks. No GPU needed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """How a call finds its kernel, and what `warmup` finds beforehand."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import threading

@@ -1,7 +1,5 @@
 """What a call hands to its kernel, and in which process: the tests of `hadagen.runtime` that need no GPU to launch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

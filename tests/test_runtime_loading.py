@@ -1,7 +1,5 @@
 """Cubin, recipe or PTX: what of an entry is loaded, and what is compared with PyTorch first."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing, nullcontext
 from dataclasses import replace

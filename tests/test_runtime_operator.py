@@ -1,7 +1,5 @@
 """`torch.ops.hadagen`: what torch.compile, autograd and torch.func make of the transform. No GPU needed."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -192,7 +190,7 @@ class Watched(torch.Tensor):
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Watched:
+    def __new__(cls, inner: torch.Tensor) -> "Watched":
         made: Watched = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
         made.inner = inner
         return made

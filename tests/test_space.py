@@ -1,7 +1,5 @@
 """The search space: every legal choice is a plan of its own, every illegal one has a reason."""
 
-from __future__ import annotations
-
 import random
 import re
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The store: what goes in comes out, whoever else has the file open, from whatever file or URL, and of every schema."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Plans of every structure: far bits in exchanges, wide values in mma, whole rows, and how often each rounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Names of archs and GPUs: one rule wherever such a name is read, and what a GPU's name tells."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Timing without a GPU: the cells that are timed, the copies they are compared with, and launches that take turns."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -243,7 +241,7 @@ def test_replays_alternate_and_of_several_rounds_the_fastest_counts(monkeypatch:
         def record(self, stream: object) -> None:
             self.ms = now[0]
 
-        def elapsed_time(self, end: Event) -> float:
+        def elapsed_time(self, end: "Event") -> float:
             return end.ms - self.ms
 
         def synchronize(self) -> None:

@@ -1,7 +1,5 @@
 """The toolchain: with real compilers where they are, and with scripts that play broken ones."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,8 +1,6 @@
 """What torch.compile and torch.export make of the operators, where sizes, gradients and processes are unknown to them:
 rows that nobody knows, derivatives that nobody asks for, and programs that are loaded elsewhere. No GPU needed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The search: what it tries, what it keeps, and in which order things happen."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

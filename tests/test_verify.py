@@ -1,7 +1,5 @@
 """Verification of kernels, on a stand-in for one that is right, or wrong in many ways."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Verification of kernels that quantize, on a stand-in for one that is right, or wrong in many ways."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
