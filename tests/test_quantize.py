@@ -481,15 +481,6 @@ def test_permuted_rows_compile(dynamic: bool, backend: str) -> None:
             assert mine.stride() == wanted.stride()
 
 
-def test_it_compiles_without_a_break() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        first = rotate_quantize(x + 1, R, to="mxfp4", layout="swizzled")
-        return first.dequantize() + rotate_quantize(x, 64, to="int8-row").dequantize()
-
-    x = normal(7, N)
-    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
-
-
 @pytest.mark.parametrize("as_scale", [float, torch.tensor])
 def test_one_compiled_call_takes_every_scale(as_scale: Callable[[float], Any]) -> None:
     def model(x: torch.Tensor, scale: Any) -> torch.Tensor:

@@ -136,34 +136,6 @@ def test_transforms_return_it() -> None:
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), q.dequantize())
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("fp8-group", "column-major"),
-        ("mxfp8", "swizzled"),
-        ("nvfp4", "column-major"),
-        ("fp8-head", "row-major"),
-        ("largest", "row-major"),
-    ],
-)
-def test_one_export_takes_all_numbers_of_rows(name: str, layout: str) -> None:
-    """Also where layouts are filled up to whole tiles."""
-
-    class Module(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> Quantized:
-            heads = {"tensor_scale": x.new_ones(x.shape[0], dtype=torch.float32)}
-            given = heads if name == "fp8-head" else scale_for(name, x)
-            return rotate_quantize(x, 64, to=name, layout=layout, **given)
-
-    rows = torch.export.Dim("rows", min=2, max=4096)
-    exported = torch.export.export(Module(), (torch.zeros(5, 3, 128),), dynamic_shapes={"x": {0: rows}}).module()
-    for count in (2, 5, 300):
-        x = normal(count, 3, 128, dtype=torch.float32)
-        found, wanted = exported(x), Module()(x)
-        assert same(found, wanted)
-        assert found.scales.stride() == wanted.scales.stride()
-
-
 def test_it_moves() -> None:
     q = made("nvfp4")
     assert q.to("cpu") is q
