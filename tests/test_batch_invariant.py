@@ -63,11 +63,7 @@ DEVICE = Device("sm90", H100.gpu)
 )
 def test_kernels_of_one_arithmetic_give_the_same_bits(problem: Problem) -> None:
     """Also those whose tiles, loads and exchanges differ; and most others do not."""
-    of: dict[str, list[Plan]] = defaultdict(list)
-    for plan in _some_plans(problem):
-        of[plan.arithmetic].append(plan)
-    several = [plans for plans in of.values() if len(plans) > 1]
-    assert several
+    of = _plans_by_arithmetic(problem)
     assert len(of) > 1
     rows = np.random.default_rng(1).standard_normal((1 << 14) // problem.n * problem.n).reshape(-1, problem.n)
     x = encode(problem.io.input, rows)
@@ -83,23 +79,25 @@ def test_kernels_of_one_arithmetic_give_the_same_bits(problem: Problem) -> None:
     assert len(set.union(*results.values())) > 1
 
 
-def _some_plans(problem: Problem) -> list[Plan]:
-    """Plans of tiles of at most 16K elements, whose knobs are spread over the space."""
+def _plans_by_arithmetic(problem: Problem) -> dict[str, list[Plan]]:
+    """Plans of tiles of at most 16K elements, whose knobs are spread over the space. Some share an arithmetic."""
     arch = load_arch("sm90")
     legal = [k for k in Space(problem, arch).legal if k.chunks * k.warps * k.cluster <= 64 and k.ahead == 0]
     shapes = {(k.chunks, k.warps, k.cluster, k.load, k.far_bits, k.low_bits, k.exchange_carrier): k for k in legal}
     kept = list(shapes.values())
-    return [build_plan(problem, knobs, arch) for knobs in kept[:: max(1, len(kept) // 10)]]
+    of: dict[str, list[Plan]] = defaultdict(list)
+    for knobs in kept[:: max(1, len(kept) // 10)]:
+        plan = build_plan(problem, knobs, arch)
+        of[plan.arithmetic].append(plan)
+    assert max(map(len, of.values())) > 1
+    return of
 
 
 @pytest.mark.parametrize("key", ["n256-float16-to-int8_row_256-accurate", "n512-bfloat16-to-mxfp4_32-accurate"])
 def test_kernels_of_one_arithmetic_give_the_same_codes(key: str) -> None:
     """And the same scales, wherever a row lies among others."""
     problem = Problem.parse(key)
-    of: dict[str, list[Plan]] = defaultdict(list)
-    for plan in _some_plans(problem):
-        of[plan.arithmetic].append(plan)
-    assert max(map(len, of.values())) > 1
+    of = _plans_by_arithmetic(problem)
     module = compile_host([render(plan) for plans in of.values() for plan in plans])
     x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(1)).view(-1, problem.n)
     x = x.to(getattr(torch, problem.io.input.value))

@@ -256,17 +256,6 @@ def test_a_tune_and_its_bundle(postgres: str, postgres_server: PostgresServer, t
     assert postgres.split(":")[2].partition("@")[0] not in said  # as it is written in the URL
 
 
-def test_a_user_who_may_only_read_cannot_tune(postgres_server: PostgresServer, postgres: str) -> None:
-    succeed(*TINY_TUNE, "--db", postgres)
-    name = postgres.rpartition("/")[2]
-    postgres_server.execute("CREATE ROLE reader LOGIN PASSWORD 's3cret'")
-    postgres_server.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader", database=name)
-    reader = postgres_server.url(name, "reader", "s3cret")
-    said = sentence(run(*TINY_TUNE, "--db", reader), 1)
-    assert "is read-only for its user; have INSERT, UPDATE and DELETE on its tables granted, or name another" in said
-    assert "s3cret" not in said
-
-
 MISTYPED = (
     "postgresql:/me:s3cret@host/x",
     "postgresql:me:s3cret@host/x",

@@ -189,10 +189,11 @@ def test_what_is_tuned(
     assert len(wanted[0].problems) == len(expected)
 
 
-@pytest.mark.parametrize("place", ["a directory", "beneath a file"])
+@pytest.mark.parametrize("place", [".", "file/sm90.db", "link.db"], ids=["a directory", "beneath a file", "a link"])
 def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(place: str, tmp_path: Path, no_search: None) -> None:
     (tmp_path / "file").touch()
-    path = tmp_path if place == "a directory" else tmp_path / "file" / "sm90.db"
+    (tmp_path / "link.db").symlink_to(tmp_path / "file" / "sm90.db")
+    path = tmp_path / place
     assert f"{path} cannot be written" in sentence(run(*TINY_TUNE, "--bundle", path), 1)
     assert not options.default_db().exists()
 

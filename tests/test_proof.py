@@ -22,6 +22,21 @@ READ = {
 }
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few elements are compared, on the CPU."""
+    device = torch.device
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr("torch.device", lambda *which: device("cpu"))
+    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
+
+
+def is_right(kind: type[EmulatedKernel], problem: Problem) -> bool:
+    kernel: Any = kind(problem, None, replace(launch_for(problem), tile_elements=problem.unit), [])
+    object.__setattr__(kernel, "device", 0)
+    return proof.is_right(kernel, problem)
+
+
 class Blind(EmulatedKernel):
     """Does not read one of its operands."""
 
@@ -34,19 +49,9 @@ class Blind(EmulatedKernel):
 
 @pytest.mark.parametrize("unread", READ)
 def test_every_operand_is_compared(unread: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(Blind, "unread", unread)
-    on_cpu, is_right = torch.device("cpu"), proof._is_right
-    monkeypatch.setattr(
-        proof, "_is_right", lambda kernel, problem, device, *how: is_right(kernel, problem, on_cpu, *how)
-    )
-    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
     problem = Problem.parse(READ[unread])
-    spec = replace(launch_for(problem), tile_elements=problem.n)
-    for kind, right in ((EmulatedKernel, True), (Blind, False)):
-        kernel: Any = kind(problem, None, spec, [])
-        object.__setattr__(kernel, "device", 0)
-        assert proof.is_right(kernel, problem) is right
+    assert (is_right(EmulatedKernel, problem), is_right(Blind, problem)) == (True, False)
 
 
 class FirstHead(EmulatedKernel):
@@ -58,17 +63,9 @@ class FirstHead(EmulatedKernel):
 
 
 @pytest.mark.parametrize("key", ["n64-float16-to-fp8_head-accurate", "n64-float16-to-fp8_head_fa3_rounded-accurate"])
-def test_scales_of_heads_are_compared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
-    device = torch.device
-    monkeypatch.setattr("torch.device", lambda *which: device("cpu"))
+def test_scales_of_heads_are_compared(key: str) -> None:
     problem = Problem.parse(key)
-    spec = replace(launch_for(problem), tile_elements=problem.n)
-    for kind, right in ((EmulatedKernel, True), (FirstHead, False)):
-        kernel: Any = kind(problem, None, spec, [])
-        object.__setattr__(kernel, "device", 0)
-        assert proof.is_right(kernel, problem) is right
+    assert (is_right(EmulatedKernel, problem), is_right(FirstHead, problem)) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -85,30 +82,22 @@ def test_scales_of_heads_are_compared(key: str, monkeypatch: pytest.MonkeyPatch)
 )
 def test_large_values_are_compared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right kernels are found right, and those whose sums overflow are not."""
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
-    device = torch.device
-    monkeypatch.setattr("torch.device", lambda *which: device("cpu"))
     problem = Problem.parse(key)
-    spec = replace(launch_for(problem), tile_elements=problem.unit)
-    kernel: Any = EmulatedKernel(problem, None, spec, [])
-    object.__setattr__(kernel, "device", 0)
-    assert proof.is_right(kernel, problem)
+    assert is_right(EmulatedKernel, problem)
 
     def overflowing(problem: Problem, x: Any, *others: Any) -> Any:
         with np.errstate(invalid="ignore"):
             return transform(problem, np.where(np.abs(x) > 2.0**13, np.inf, x), *others)
 
     monkeypatch.setattr("emulated_device.transform", overflowing)
-    assert not proof.is_right(kernel, problem)
+    assert not is_right(EmulatedKernel, problem)
 
 
 def test_norms_of_large_values_are_finite() -> None:
     assert proof._norm(torch.full((4,), 1e30)) == pytest.approx(2e30)
 
 
-def test_rows_without_operands_are_compared_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+def test_rows_without_operands_are_compared_as_before() -> None:
     for key in ("n64-float16-fast", "n64-float16-accurate-pitched"):
         problem = Problem.parse(key)
         kernel: Any = EmulatedKernel(problem, None, replace(launch_for(problem), tile_elements=64), [])

@@ -5,7 +5,6 @@ import sqlite3
 import threading
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
@@ -55,23 +54,21 @@ class Loader:
 
 
 @pytest.fixture
-def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
+def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loader]:
     """A machine with an H100 and a bundle with one kernel for it, for n = 256 in place."""
     loader = Loader()
     hide_bundles(tmp_path, monkeypatch)
     monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
     for module in (kernels, warmup):
         monkeypatch.setattr(module, "cuda_device", lambda index: Device("sm90", H100.gpu))
-    monkeypatch.setattr(tables, "timed", {})
-    monkeypatch.setattr(tables, "found", {})
-    monkeypatch.setattr(tables, "loaded", {})
-    monkeypatch.setattr(tables, "unfit", defaultdict(dict))
+    tables.clear()
     monkeypatch.setattr(kernels, "_unserved", set())
     monkeypatch.setattr(streams.driver, "load", loader)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(recipes, "_roots", [tmp_path / "cache"])
     monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
-    return loader
+    yield loader
+    tables.clear()
 
 
 def find(elements: int = 1 << 13, device: int = 0, in_place: bool = True, problem: Problem = PROBLEM) -> Any:
@@ -223,21 +220,6 @@ def test_a_kernel_that_is_damaged_is_replaced_by_one_of_another_bundle(
     assert loader.images == [b"cubin 2"]
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [Problem.of(512, "float16"), Problem.of(256, "float16", "fast"), Problem.of(256, "float16", rows="pitched")],
-)
-def test_what_has_no_kernel(problem: Problem, loader: Loader) -> None:
-    assert find(problem=problem) is None
-    assert find(in_place=False) is None
-    assert loader.images == []
-
-
-@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float16), (1 << 18, torch.float16), (256, torch.float64)])
-def test_what_kernels_are_not_made_for(n: int, dtype: torch.dtype) -> None:
-    assert kernels.problem_of(n, dtype, "accurate", False) is None
-
-
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_launch_is_queued_on_the_current_stream_of_its_device(current: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
@@ -252,13 +234,6 @@ def test_a_launch_is_queued_on_the_current_stream_of_its_device(current: int, mo
     monkeypatch.setattr(streams, "current_device", lambda: current)
     streams.queue(lambda *arguments: calls.append(arguments), 1, 16, 32)
     assert calls == [("active", 1)] * (current != 1) + [(101, 16, 32)]
-
-
-def test_a_newer_gpu_gets_ptx(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm100", "NVIDIA B200"))
-    monkeypatch.setattr(loading, "is_right", lambda kernel, problem: True)
-    assert find()
-    assert loader.images == [b"// ptx of cubin 1"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from sample_store import empty, path, store
 from hadagen.compiler.codegen import render
 from hadagen.compiler.toolchain import BuildFailure
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
-from hadagen.measure import Cell, ReplayRunner, Variant
+from hadagen.measure import Cell, Variant
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
@@ -566,15 +566,6 @@ def test_a_database_that_fails_in_ever_new_ways_is_given_up(store: Store, monkey
     monkeypatch.setattr(mirror, "RDBStorage", fails)
     with pytest.raises(StorageError, match="the disk is full"):
         tune(options(store, FakeRunner()))
-
-
-def test_recorded_trials_replace_a_device(store: Store, tmp_path: Path) -> None:
-    few = arch(chunks=(1, 2), warps=(1, 2, 4), min_blocks=(1,))
-    (problem,) = problems(16)
-    everything = [make_trial(problem, knobs.to_dict()) for knobs in Space(problem, few).legal]
-    best = max(scores(trial)[0] for trial in everything)
-    report = tune(TuneOptions(few, [problem], store, ReplayRunner(everything), None, trials=20))
-    assert report.best[problem][0] == pytest.approx(best)
 
 
 def test_no_trials_search_nothing_and_count_what_there_is(store: Store) -> None:
