@@ -53,7 +53,6 @@ class EmulatedKernel:
         form = problem.io.form
 
         def quantize(stream: int, x: int, codes: int, *others: int) -> None:
-            assert form is not None
             at = {**(operands or {}), **dict(zip(changing, others, strict=True))}
             assert (x | codes | at.get("scales", 0)) % 16 == 0
             columns = problem.n if form.group < 0 else form.group * at["scales_in_row"]

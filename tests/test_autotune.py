@@ -110,7 +110,6 @@ class FakeRunner:
 
     def trial(self, variant: Variant) -> Trial:
         machine = self._machine
-        assert variant.kernel is not None
         us = 1.0 + SLOWER * len(machine.runs[-1])
         cells = all_cells(variant.problem, machine.gpu.l2_bytes)
         machine.runs[-1].append(Knobs.from_dict(variant.knobs))
@@ -205,7 +204,6 @@ def test_winners_are_found_by_later_calls(machine: Machine) -> None:
         best = hadagen.best_config(PROBLEM, 64, **where, inplace=inplace)
         assert (best.match, best.us) == (Match.SAME_GPU, 1.0)
         assert best.knobs == machine.runs[0][0].to_dict()
-        assert best.provenance is not None
         assert best.provenance["kind"] == "measured"
     Bundle.open(path).verify()
 

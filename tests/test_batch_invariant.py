@@ -196,7 +196,6 @@ def test_only_kernels_of_the_named_arithmetic_are_chosen(bundle: Path) -> None:
     assert timed_in_bundles(PROBLEM, IN_PLACE, DEVICE, batch_invariant=True) == [LARGE]
     assert timed_in_bundles(PROBLEM, IN_PLACE, DEVICE) == [SMALL, LARGE]
     config = best_config(PROBLEM, 1, arch="sm90", batch_invariant=True)
-    assert config.launch is not None
     assert config.launch.arithmetic == TWO
     (digest,) = {entry.kernel for entry in Bundle.open(bundle).all_entries() if entry.launch.arithmetic == TWO}
     assert chosen(LARGE, (digest,)) is None
@@ -219,7 +218,6 @@ def test_what_was_tuned_on_a_machine_does_not_change_the_arithmetic(
     monkeypatch.setattr(bundles, "shipped", lambda: shipped)
     assert chosen(SMALL) == chosen(LARGE) == TWO
     found = choose_from_bundles(PROBLEM, IN_PLACE, LARGE, DEVICE, batch_invariant=True)[1]
-    assert found is not None
     assert found[1].path == mine  # and what was tuned here is taken where it has that arithmetic
     monkeypatch.setenv(bundles.VARIABLE, str(mine))
     assert chosen(SMALL) == ONE
@@ -310,7 +308,6 @@ def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path) -> None
     named = {t.kernel.digest: t.kernel for t in quantizing if t.kernel}
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {QUANTIZING: TWO})
     found = kernels.find(kind, SMALL)
-    assert found
     assert found.launch.arithmetic == TWO  # type: ignore[attr-defined]
     tables.clear()
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {})

@@ -173,7 +173,6 @@ def test_best_config_tells_what_is_known(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
     best = hadagen.best_config(PROBLEM, 300, HERE.gpu, arch="sm90", inplace=True)
     trial = make_trial(1)
-    assert trial.kernel
     assert json.loads(json.dumps(best.to_dict())) == {
         "problem": "n256-float16-accurate",
         "rows": 300,
@@ -221,7 +220,6 @@ def test_a_time_is_told_only_of_the_gpu_it_was_measured_on(
     assert best.match is match
     measured = (2.0, 1.9, 1.9 / 2.0)
     assert (best.us, best.copy_us, best.fraction_of_copy) == (measured if match is Match.SAME_GPU else (None,) * 3)
-    assert best.provenance
     assert (best.provenance["gpu"], best.provenance["us"], best.provenance["copy_us"]) == (H100.gpu, 2.0, 1.9)
     assert best.relative_error == 2e-4
 
@@ -236,7 +234,6 @@ def test_a_time_is_told_only_near_the_size_it_was_measured_at(
     monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
     best = hadagen.best_config(PROBLEM, rows, H100.gpu, arch="sm90", inplace=True)
     assert (best.match, best.us) == (Match.SAME_GPU, us)
-    assert best.provenance
     assert best.provenance["us"] == (2.0 if rows < 91 else 4.0)
 
 
@@ -245,7 +242,6 @@ def test_what_the_cost_model_says_is_no_time(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv(bundles.VARIABLE, str(write_trials(tmp_path / "a.db", [guess])))
     best = hadagen.best_config(PROBLEM, 32, arch="sm90", inplace=True)
     assert (best.match, best.us, best.copy_us) == (Match.ESTIMATED, None, None)
-    assert best.provenance
     assert (best.provenance["kind"], best.provenance["us"], best.provenance["copy_us"]) == ("estimated", None, None)
 
 
@@ -285,7 +281,6 @@ def test_a_bundle_behind_another_answers_where_it_suits_better(tmp_path: Path, m
     monkeypatch.setattr(bundles, "known", lambda: [Bundle.open(foreign), Bundle.open(mine)])
     match, found = choose_from_bundles(PROBLEM, Destination.IN_PLACE, 1 << 13, HERE)
     assert match is Match.SAME_GPU
-    assert found
     assert found[1].path == mine
 
 
@@ -296,13 +291,11 @@ def test_a_pinned_bundle_answers_wherever_it_can(tmp_path: Path, monkeypatch: py
     for pinned, path, match in (("", mine, Match.SAME_GPU), (str(foreign), foreign, Match.SAME_ARCH)):
         monkeypatch.setenv(bundles.VARIABLE, pinned)
         found, chosen = choose_from_bundles(PROBLEM, Destination.IN_PLACE, 1 << 13, HERE)
-        assert chosen
         assert (found, chosen[1].path) == (match, path)
     other = replace(PROBLEM, transform=Transform(2 * PROBLEM.n))
     assert choose_from_bundles(other, Destination.IN_PLACE, 1 << 13, HERE) == (Match.GENERIC, None)
     write_trials(mine, [make_trial(problem=other)])
     _, chosen = choose_from_bundles(other, Destination.IN_PLACE, 1 << 13, HERE)
-    assert chosen
     assert chosen[1].path == mine  # the pinned one has no kernel for it
 
 

@@ -108,16 +108,6 @@ def test_early_kernels_after_copies_and_joins_in_a_graph() -> None:
         assert error(y, source, scale) <= 1e-3  # rounded three times
 
 
-def test_the_first_call_may_be_captured(nothing_loaded: None) -> None:
-    x = torch.zeros(100, 1024, dtype=torch.float16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = hadamard_transform(x, 1 / 32)
-    x.copy_(normal(100, 1024))
-    graph.replay()
-    assert_good(y, x, 1 / 32)
-
-
 def test_a_warm_call_loads_nothing(nothing_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hadagen.warmup([1024, 96], torch.float16, device="cuda") > 0
     monkeypatch.setattr(bundles, "known", None)

@@ -120,7 +120,6 @@ class Killer:
         while True:
             process = processes.Process(target=search, args=(database, self._arch))
             process.start()
-            assert process.pid is not None
             self._disturb(process, seconds)
             process.join()
             assert process.exitcode in (0, -signal.SIGKILL)

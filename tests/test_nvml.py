@@ -136,7 +136,6 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def library(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     found = libnvml.open_library(str(stand_in))
-    assert found is not None
     monkeypatch.setattr(libnvml, "open_library", lambda: found)
     ctypes.c_int.in_dll(found, "code").value = 0
     return found
@@ -144,7 +143,6 @@ def library(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
 
 def test_questions_are_those_of_the_package_of_nvidia(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = libnvml.find_gpu("0000:18:00.0", "MIG-2")
-    assert gpu is not None
     monkeypatch.setattr(pynvml, "nvmlLib", library)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     theirs = pynvml.nvmlDeviceGetHandleByPciBusId(b"0000:18:00.0")

@@ -526,7 +526,6 @@ def test_gradients_are_those_of_the_rotation_but_where_values_are_clipped(name: 
     elif rule in ("floor", "even"):  # whose scales may be too small for the largest
         scales = torch.exp2(found.scales.float() - 127).repeat_interleave(32, -1)
         kept = (y.abs() / scales <= {"mxfp8": 464, "mxfp4": 7}[name]).float()
-    assert x.grad is not None
     assert torch.allclose(x.grad, R.inverse(g * kept) * 0.5, atol=1e-6)
 
 

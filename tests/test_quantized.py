@@ -38,8 +38,7 @@ def stored(q: Quantized) -> Quantized:
     memory = io.BytesIO()
     torch.save({"q": q}, memory)
     memory.seek(0)
-    found: Quantized = torch.load(memory, weights_only=True)["q"]
-    return found
+    return torch.load(memory, weights_only=True)["q"]
 
 
 def exported(q: Quantized) -> Quantized:
@@ -50,8 +49,7 @@ def exported(q: Quantized) -> Quantized:
     memory = io.BytesIO()
     torch.export.save(torch.export.export(Module(), (q,)), memory)
     memory.seek(0)
-    found: Quantized = torch.export.load(memory).module()(q)
-    return found
+    return torch.export.load(memory).module()(q)
 
 
 COPIES: dict[str, Callable[[Quantized], Quantized]] = {

@@ -77,12 +77,10 @@ def find(elements: int = 1 << 13, device: int = 0, in_place: bool = True, proble
 
 def test_a_kernel_is_loaded_once_for_all_buckets_of_a_device(loader: Loader) -> None:
     first = find()
-    assert first
     assert first.spec.tile_elements == 4096
     assert find(1 << 28) is first
     assert loader.images == [b"cubin 1"]
     second = find(device=1)
-    assert second
     assert second.device == 1
     assert len(loader.images) == 2
 
@@ -189,11 +187,9 @@ def test_a_call_runs_the_kernel_of_the_nearest_count(four_kernels: Path, loader:
     ran = {}
     for elements in (256, 1 << 13, 23170, 23171, 1 << 16, 80264, 80265, 3 << 15, 113511, 113512, 1 << 17, 1 << 31):
         kernel = find(elements)
-        assert kernel
-        assert find(elements) is kernel
+        assert kernel is find(elements) is not None
         ran[elements] = len(loader.images)
         _, chosen = choose_from_bundles(PROBLEM, Destination.IN_PLACE, elements, Device("sm90", H100.gpu))
-        assert chosen
         assert loader.images[-1] == b"cubin %d" % chosen[0].knobs["chunks"]
     assert list(ran.values()) == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
 

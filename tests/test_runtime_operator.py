@@ -369,8 +369,7 @@ def dual(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tang
 
 
 def jvp(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = torch.func.jvp(function, (x,), (tangent,))[1]
-    return found
+    return torch.func.jvp(function, (x,), (tangent,))[1]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -427,7 +427,6 @@ def test_accurate_codes_are_of_values_with_16_bits(key: str, arch: str) -> None:
     """Whatever the knobs: steps hand on fp32, or two bfloat16 for each value, until the format rounds. Fast codes may
     be of fewer, if an mma or an exchange is between."""
     problem, target = Problem.parse(f"{key}-accurate"), load_arch(arch)
-    assert problem.io.form
     legal = Space(problem, target).legal
     for knobs in random.Random(1).sample(legal, min(100, len(legal))):
         plan = build_plan(problem, knobs, target)

@@ -129,8 +129,7 @@ def without_grad(x: torch.Tensor) -> torch.Tensor:
 
 
 def tangent(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = torch.func.jvp(with_gradient, (x,), (x.flip(0),))[1]
-    return result
+    return torch.func.jvp(with_gradient, (x,), (x.flip(0),))[1]
 
 
 DERIVATIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
