@@ -112,8 +112,7 @@ def content(path: Path) -> list[object]:
 def test_a_bundle_holds_the_winners(path: Path) -> None:
     bundle = Bundle.open(path)
     assert (bundle.arch, bundle.date) == ("sm90", "2025-02-03T00:00:00+00:00")
-    assert bundle.problems() == [PROBLEM, OTHER, PITCHED]
-    assert bundle.gpus() == ["", H100.gpu, H200.gpu]
+    assert (bundle.problems(), bundle.gpus()) == ([PROBLEM, OTHER, PITCHED], ["", H100.gpu, H200.gpu])
     assert bundle.entries(replace(PROBLEM, transform=Transform(2))) == []
     found = {}
     for problem in bundle.problems():

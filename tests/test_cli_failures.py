@@ -69,8 +69,7 @@ def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
     (tmp_path / "notes.csv").write_text("n,time\n8,0.5\n")
     said = sentence(run(*command, "--n", "256", "--inplace", "--csv", tmp_path / "notes.csv"), 1)
     assert "notes.csv is there already and is not a table of hadagen" in said
-    assert FakeDevice.compared == []
-    assert FakeDevice.ranked == []
+    assert (FakeDevice.compared, FakeDevice.ranked) == ([], [])
     assert (tmp_path / "notes.csv").read_text() == "n,time\n8,0.5\n"
 
 

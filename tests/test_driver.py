@@ -207,8 +207,7 @@ def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:
     fake.codes["cuLaunchKernelEx"] = [CUresult.CUDA_ERROR_INVALID_CONTEXT]
     kernel.launch(0, 16, 16, 1, 1.0)
     assert ("cuCtxSetCurrent", CONTEXT) in fake.calls
-    assert len(fake.launched) == 2
-    assert fake.launched[0] == fake.launched[1]
+    assert (len(fake.launched), fake.launched[0]) == (2, fake.launched[1])
 
 
 def test_a_refused_launch_is_one_sentence(fake: FakeDriver) -> None:

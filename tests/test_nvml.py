@@ -287,8 +287,7 @@ def test_classes_have_trials_and_winners_of_their_own(store: Store, tmp_path: Pa
     limited = replace(tuned, gpu="NVIDIA H200, 450 W", power_limit_watts=450)
     trials = [make_trial(1, environment=tuned), make_trial(2, environment=limited)]
     store.record(*trials)
-    assert store.trials(gpu=tuned.gpu) == trials[:1]
-    assert store.checked()[1].environment == limited
+    assert (store.trials(gpu=tuned.gpu), store.checked()[1].environment) == (trials[:1], limited)
     bundle = Bundle.open(write_trials(tmp_path / "sm90.db", trials))
     assert bundle.gpus() == [tuned.gpu, limited.gpu]
     assert {entry.gpu: entry.knobs["chunks"] for entry in bundle.all_entries()} == {tuned.gpu: 1, limited.gpu: 2}

@@ -327,8 +327,7 @@ def test_largest_magnitudes(
     values = R(x.float()).to(x.dtype if round_first else torch.float32).float().abs()
     wanted = values.unflatten(-1, (-1, group)).amax(-1) if group else values.amax(-1)
     found = rotate_quantize(x, R, **options)
-    assert found.codes.shape == (*x.shape[:-1], 0)
-    assert found.codes.dtype == torch.uint8
+    assert (found.codes.shape, found.codes.dtype) == ((*x.shape[:-1], 0), torch.uint8)
     assert found.scales.dtype == torch.float32
     assert torch.equal(found.scales, wanted)
     out = rotate_quantize(torch.zeros_like(x), R, **options)

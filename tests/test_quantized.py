@@ -87,8 +87,7 @@ def test_it_is_a_pair() -> None:
     codes, scales = q
     assert codes is q.codes is q[0] is q[-2]
     assert scales is q.scales is q[1]
-    assert len(q) == 2
-    assert q[:2] == (codes, scales)
+    assert (len(q), q[:2]) == (2, (codes, scales))
     assert q != made()
     assert {q: 1}[q] == 1
     with pytest.raises(IndexError):

@@ -69,8 +69,7 @@ def emulated(
         operands=operands,
         outputs={} if to.group == TENSOR else {"scales": (memory, x.shape[0] * in_row * scales.element_size())},
     )
-    assert report.complaint == ""
-    assert report.uninitialized_reads == 0
+    assert (report.complaint, report.uninitialized_reads) == ("", 0)
     return codes, scales
 
 

@@ -71,8 +71,7 @@ def test_a_killed_search_ends_like_one_that_was_not(tmp_path: Path, where: str, 
     log.write_text("")
     assert search_and_die(database, log) == 2 * TRIALS
     after = recorded(database)
-    assert len(after) == 2 * TRIALS
-    assert after[: len(before)] == before
+    assert (len(after), after[: len(before)]) == (2 * TRIALS, before)
     measured = log.read_text().splitlines()
     assert len(lines(after)) == len(after)
     assert set(measured) <= lines(after[len(before) :])
@@ -250,8 +249,7 @@ class Mortal:
 def test_what_a_compiler_died_for_is_tried_again(store: Store) -> None:
     said: list[Event] = []
     report = tune(options(store, FakeRunner(), build=Mortal(64, deaths=2)), said.append)
-    assert report.outcomes == {Outcome.OK: TRIALS}
-    assert report.finished == TRIALS
+    assert (report.outcomes, report.finished) == ({Outcome.OK: TRIALS}, TRIALS)
     again = Counter(event.knobs for event in said if isinstance(event, VariantNotTried))
     assert set(again.values()) == {2}
     assert {knobs.warps for knobs in again} == {2}

@@ -50,8 +50,7 @@ def test_every_problem_gets_its_trials_all_legal_and_none_twice(store: Store) ->
     assert len(set(knobs_of(trials))) == len(trials) == report.finished
     for trial in trials:
         build_plan(trial.problem, Knobs.from_dict(trial.knobs), arch())  # or raises
-    assert report.outcomes == {Outcome.OK: len(trials)}
-    assert report.stopped == ""
+    assert (report.outcomes, report.stopped) == ({Outcome.OK: len(trials)}, "")
 
 
 def test_same_seed_and_same_answers_give_the_same_search(tmp_path: Path) -> None:
@@ -468,8 +467,7 @@ def test_of_equal_knobs_the_trial_with_most_timings_is_learned_from(store: Store
     for kept in ([trial, newer], [newer, trial]):
         (known,) = known_trials(kept, arch()).values()
         study = Study(space, "Test GPU", known, None, seed=0)
-        assert study.finished == 1
-        assert study.best == scores(trial)
+        assert (study.finished, study.best) == (1, scores(trial))
 
 
 # ---- how it runs ---------------------------------------------------------------------------------------------------
