@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from hadagen.cli import options
@@ -11,10 +9,10 @@ from hadagen.cli.device import how_to_tune
 from hadagen.cli.output import fraction_text, print_json, say, short_knobs
 from hadagen.errors import UsageError, shown
 from hadagen.problem.problem import Problem
-from hadagen.problem.target import nearest_arch
-
-if TYPE_CHECKING:
-    from hadagen.runtime.best import BestConfig
+from hadagen.problem.regimes import timed_rows
+from hadagen.problem.target import known_archs, nearest_arch
+from hadagen.runtime.best import BestConfig, best_config, is_near
+from hadagen.runtime.choose import Match
 
 
 @click.command()
@@ -40,10 +38,6 @@ def best(
     says so. With --arch, no GPU is needed. A call on a GPU on which the kernel
     does not fit runs the next nearest kernel.
     """
-    from hadagen.problem.target import known_archs
-    from hadagen.runtime.best import best_config
-    from hadagen.runtime.choose import Match
-
     columns = click.get_current_context().params["columns"]
     asked = (problem, rows * (columns or problem.n) // problem.n, device)
     config = best_config(*asked, arch=arch, inplace=inplace, batch_invariant=batch_invariant or None)
@@ -96,9 +90,6 @@ def _why_none(config: BestConfig) -> str:
 
 def _why_not_measured(config: BestConfig) -> str:
     """The GPUs and sizes at which the kernel was measured, if any, and where it was not measured."""
-    from hadagen.runtime.best import is_near
-    from hadagen.runtime.choose import Match
-
     source, device, elements = config.provenance or {}, config.device, config.rows * config.problem.n
     if source["us"] is None:
         return "no GPU has timed it"
@@ -114,9 +105,6 @@ def _why_not_measured(config: BestConfig) -> str:
 
 def _time(config: BestConfig) -> str:
     """The measured time, and the GPU if it is another than the caller named."""
-    from hadagen.problem.regimes import timed_rows
-    from hadagen.runtime.choose import Match
-
     source, problem = config.provenance or {}, config.problem
     us, copy_us = source["us"], source["copy_us"]
     if us is None:

@@ -23,14 +23,17 @@ from hadagen.cli.output import (
     until_interrupted,
 )
 from hadagen.errors import DeviceError
+from hadagen.measure import Cell, Choice, Ranking, Variant, cells_at, rows_between
 from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination, other_share
 from hadagen.problem.trial import Outcome
+from hadagen.runtime import bundles
+from hadagen.runtime.choose import choose_from_bundles
+from hadagen.runtime.device import Device
 from hadagen.tuning_db.table import write_table
+from hadagen.tuning_db.winners import closest_trials
 
 if TYPE_CHECKING:
-    from hadagen.measure import Cell, Choice, Ranking, Variant
-    from hadagen.problem.regimes import Destination
-    from hadagen.runtime.device import Device
     from hadagen.tuning_db.store import Store
 
 COLUMNS = (
@@ -130,11 +133,6 @@ class Candidates(NamedTuple):
 def _candidates(
     problem: Problem, counts: int, ways: Sequence[Destination], target: Device, l2_bytes: int, store: Store | None
 ) -> Candidates:
-    from hadagen.measure import Choice, Variant, rows_between
-    from hadagen.runtime import bundles
-    from hadagen.runtime.choose import choose_from_bundles
-    from hadagen.tuning_db.winners import closest_trials
-
     known: dict[str, Variant] = {}
     for bundle in bundles.known():
         for entry in bundle.entries(problem) if bundle.arch == target.arch else []:
@@ -159,9 +157,6 @@ def _candidates(
 
 def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[tuple[Cell, float], ...]:
     """The regimes that rank kernels: the regime that decides, and the other regime if kernels are timed in it too."""
-    from hadagen.measure import cells_at
-    from hadagen.problem.regimes import other_share
-
     decides, *others = cells_at(problem, elements, destination, l2_bytes)
     share = other_share(problem, elements, destination, l2_bytes) if others else 0.0
     return (decides, 1 - share), *((other, share) for other in others)

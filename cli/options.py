@@ -21,10 +21,12 @@ from hadagen.problem.formats import FORMATS, Format
 from hadagen.problem.matrices import find_orders
 from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
 from hadagen.problem.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
+from hadagen.problem.trial import Environment
+from hadagen.report.names import short_count
 from hadagen.runtime.bundles import user_directory
+from hadagen.tuning_db.table import check_table_place
 
 if TYPE_CHECKING:
-    from hadagen.problem.trial import Environment
     from hadagen.tuning_db.store import Store
 
 DEFAULT_ARCH = "sm90"
@@ -52,8 +54,6 @@ def within(least: float, most: float) -> Callable[[click.Context, click.Paramete
 
 def _checked_table(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     if path:
-        from hadagen.tuning_db.table import check_table_place
-
         check_table_place(path)
     return path
 
@@ -282,8 +282,7 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
                 for each in to or (None,)
                 for problem in _product(parse_sizes(n, k), dtype, numerics, pitched, source, {"to": each, **form})
             )
-            named = map(parse_problem, keys) if keys else told
-            command(problems=list(dict.fromkeys(named)), **others)
+            command(problems=list(dict.fromkeys(map(parse_problem, keys) if keys else told)), **others)
 
         return with_problems
 
@@ -431,14 +430,9 @@ def parse_elements(text: str) -> list[int]:
     return sorted(counts)
 
 
-def short_elements(count: int) -> str:
-    """A size of an input as `parse_elements` takes it: 64K, 1.5M."""
-    suffix = "M" if count >= _FACTORS["M"] else "K"
-    return f"{count / _FACTORS[suffix]:g}{suffix}"
-
-
 def short_list(counts: Iterable[int]) -> str:
-    return ",".join(map(short_elements, counts))
+    """Sizes of inputs as `parse_elements` takes them."""
+    return ",".join(map(short_count, counts))
 
 
 def _is_whole(text: str) -> bool:
