@@ -103,7 +103,8 @@ class Toolchain:
         # Equal sources have one key, and are built once.
         if missing := {key: source for key, source in keyed if key not in built}:
             with self.cache.workspace() as folder:
-                built |= self._build(missing, arch, folder, jobs, stopped or Event())
+                stopped = stopped or Event()
+                built |= _each(lambda key: self._one(key, missing[key], arch, folder, stopped), missing, jobs, stopped)
         return [self._result(built[key], source, arch) for key, source in keyed]
 
     def build_all(self, sources: Sequence[Source], arch: Arch, *, stopped: Event | None = None) -> list[Kernel]:
@@ -119,12 +120,6 @@ class Toolchain:
                 )
             kernels.append(built)
         return kernels
-
-    def _build(
-        self, sources: Mapping[str, Source], arch: Arch, folder: Path, jobs: int, stopped: Event
-    ) -> dict[str, _Built]:
-        """Compile sources that are given with their keys. Returns key → result."""
-        return _each(lambda key: self._one(key, sources[key], arch, folder, stopped), sources, jobs, stopped)
 
     def _one(self, key: str, source: Source, arch: Arch, folder: Path, stopped: Event) -> _Built:
         """Compile one source and store the kernel in the cache."""

@@ -318,13 +318,10 @@ class Fleet:
     async def _leave(self) -> None:
         self._watching.cancel()
         with suppress(Exception):
-            await asyncio.wait_for(self._client.run(work.rest, workers=self._working, on_error="ignore"), CALL_SECONDS)
+            working = [address for address, greeting in self._members.items() if greeting]
+            await asyncio.wait_for(self._client.run(work.rest, workers=working, on_error="ignore"), CALL_SECONDS)
         with suppress(Exception):
             await asyncio.wait_for(self._client.close(), CALL_SECONDS)
-
-    @property
-    def _working(self) -> list[str]:
-        return [address for address, greeting in self._members.items() if greeting]
 
     async def _watch(self) -> None:
         while self.failure is None:
@@ -362,8 +359,7 @@ class Fleet:
     def _count_time(self) -> None:
         now = time.monotonic()
         for each in self.classes:
-            use = self._uses.get(each.environment.gpu)
-            if use:
+            if use := self._uses.get(each.environment.gpu):
                 use.available += each.count * (now - self._seen)
         self._seen = now
 
@@ -420,8 +416,7 @@ class Fleet:
         self._members[address] = None
         self.say(f"the worker at {address} gets no more work: {reason}")
         with suppress(Exception):
-            call = self._client.run(work.dismiss, workers=[address], on_error="ignore")
-            await asyncio.wait_for(call, CALL_SECONDS)
+            await asyncio.wait_for(self._client.run(work.dismiss, workers=[address], on_error="ignore"), CALL_SECONDS)
 
 
 def check_address(address: str) -> None:
