@@ -113,8 +113,7 @@ class Database:
         If the server is lost, `work` is called again, unless not `patient`, and finds what it wrote before or not.
         """
         self.check_writable()
-        seconds = PATIENCE_SECONDS if patient else 0.0
-        return self.patiently(lambda: self._transact(self._writer, work), seconds)
+        return self.patiently(lambda: self._transact(self._writer, work), PATIENCE_SECONDS if patient else 0.0)
 
     def patiently(self, work: Callable[[], T], seconds: float | None = None) -> T:
         """Call `work`, and again if it lost the server, until that was away for so many `seconds`
@@ -215,8 +214,9 @@ class Database:
         with self.lent(), self._values_checked(), self._engine.begin() as connection:
             version = self._version(connection)
             if self._on_server and version == SCHEMA_VERSION:
-                tables = list(Base.metadata.tables)
-                self.read_only = bool(connection.scalar(text(postgresql.IS_READ_ONLY), {"tables": tables}))
+                self.read_only = bool(
+                    connection.scalar(text(postgresql.IS_READ_ONLY), {"tables": list(Base.metadata.tables)})
+                )
         if version == SCHEMA_VERSION:
             if self._path is not None and not self.read_only:
                 self._let_readers_and_writers_overlap()

@@ -127,8 +127,7 @@ def sentence(error: DBAPIError, url: URL, busy_seconds: float) -> str:
     if code is not None:
         return _BY_CODE.get(code, _UNKNOWN).format(**known)
     said = str(error.orig)
-    found = (each for pattern, each in _BY_TEXT.items() if re.search(pattern, said))
-    return next(found, _UNKNOWN).format(**known)
+    return next((each for pattern, each in _BY_TEXT.items() if re.search(pattern, said)), _UNKNOWN).format(**known)
 
 
 def _code(error: DBAPIError) -> str | None:

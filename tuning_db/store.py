@@ -104,9 +104,11 @@ class Store(Database):
                 wanted = select(TrialRow.id).where(TrialRow.id == row.id)
                 new = {_where(timing) for timing in trial.timings}
                 kept = [timing for timing in _timings(session, wanted)[row.id] if _where(timing) not in new]
-                detail = "; ".join(filter(None, (row.detail, trial.detail)))
                 whole = replace(
-                    trial, timings=(*kept, *trial.timings), detail=detail, seconds=row.seconds + trial.seconds
+                    trial,
+                    timings=(*kept, *trial.timings),
+                    detail="; ".join(filter(None, (row.detail, trial.detail))),
+                    seconds=row.seconds + trial.seconds,
                 )
             stored.update(session.scalars(select(TrialRow.seal).where(TrialRow.id.in_(_record(session, [whole])))))
 
@@ -208,8 +210,7 @@ def _record(session: Session, trials: Sequence[Trial]) -> list[int]:
     last = dict(zip(places, trials, strict=True))
     ids = _ids(session, last)
     if ids:
-        changed = [{"id": ids[place], **_trial_columns(last[place], kernels)} for place in ids]
-        session.execute(update(TrialRow), changed)
+        session.execute(update(TrialRow), [{"id": ids[place], **_trial_columns(last[place], kernels)} for place in ids])
         session.execute(delete(ErrorRow).where(ErrorRow.trial_id.in_(ids.values())))
         session.execute(delete(TimingRow).where(TimingRow.trial_id.in_(ids.values())))
     if new := [place._asdict() | _trial_columns(last[place], kernels) for place in last if place not in ids]:

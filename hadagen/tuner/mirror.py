@@ -54,9 +54,11 @@ class Mirror:
         """The study of that name, which is made if it is missing."""
 
         def opened() -> optuna.Study:
-            directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
             study = optuna.create_study(
-                storage=self._storage, study_name=name, directions=directions, load_if_exists=True
+                storage=self._storage,
+                study_name=name,
+                directions=[StudyDirection.MAXIMIZE] * len(REGIMES),
+                load_if_exists=True,
             )
             if study.metric_names is None:  # for Optuna's dashboard
                 with catch_warnings():
@@ -151,8 +153,7 @@ def _add(
         for i, trial in enumerate(trials)
     ]
     added = insert(table).returning(table.c.trial_id, sort_by_parameter_order=True)
-    numbers = connection.scalars(added, rows).all()
-    told = list(zip(numbers, trials, strict=True))
+    told = list(zip(connection.scalars(added, rows).all(), trials, strict=True))
     _insert(connection, tables["trial_params"], chain.from_iterable(_params(*each, ranges) for each in told))
     _insert(connection, tables["trial_values"], chain.from_iterable(_values(*each) for each in told))
     attributes = ((number, item) for number, trial in told for item in trial.system_attrs.items())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
@@ -171,8 +172,7 @@ class Pipeline:
             batch, self._again = self._again or ask(BATCH_SIZE), []
             if not batch:
                 return
-            built = self._builder.submit(self._build, batch)
-            self._measurer.submit(self._measure, batch, built)
+            self._measurer.submit(self._measure, batch, self._builder.submit(self._build, batch))
             self._under_way += 1
 
     def _build(self, batch: Batch) -> tuple[Sequence[_Built], float]:
@@ -181,8 +181,7 @@ class Pipeline:
             return [None] * len(batch), 0.0
         started = time.monotonic()
         plans = (plan_of(problem, knobs, starts_early=self._arch.starts_early) for problem, knobs in batch)
-        kernels = self._build_kernels([render(plan) for plan in plans])
-        return kernels, time.monotonic() - started
+        return self._build_kernels([render(plan) for plan in plans]), time.monotonic() - started
 
     def _measure(self, batch: Batch, built: Future[tuple[Sequence[_Built], float]]) -> None:
         try:
@@ -204,13 +203,12 @@ class Pipeline:
             failed = sum(isinstance(each, Trial) for each in without)
             for event in (BatchBuilt(len(fresh), len(known), failed, seconds), *without):
                 self._results.put(event)
-            for variant, result in self._runner.run(self._until_stopped(fresh)):
+            for variant, result in self._runner.run(takewhile(lambda _: not self._stopped.is_set(), fresh)):
                 if isinstance(result, Trial):
                     self._remember(result)
                     self._results.put(result)
                 else:
-                    advice = result.advice if isinstance(result, Disturbed) else ""
-                    self._not_tried(variant, result.reason, advice)
+                    self._not_tried(variant, result.reason, result.advice if isinstance(result, Disturbed) else "")
             if not self._stopped.is_set():  # if stopped, some of these kernels may have no trial
                 for variant in known:
                     self._repeat(variant)
@@ -218,12 +216,6 @@ class Pipeline:
         except BaseException as error:  # for the main thread to raise
             self._stopped.set()
             self._results.put(error)
-
-    def _until_stopped(self, variants: Sequence[Variant]) -> Iterator[Variant]:
-        for variant in variants:
-            if self._stopped.is_set():
-                return
-            yield variant
 
     def _remember(self, trial: Trial) -> None:
         if trial.kernel is not None:

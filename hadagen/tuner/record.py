@@ -163,8 +163,9 @@ class _Recorder:
         date = utc_now()
         self._drafts = {}
         for problem, cells in options.cells.items():
-            ranges = dict(options.arch.search)
-            empty = Recording(problem, options.arch.name, ranges, tuple(cells), options.environment, date)
+            empty = Recording(
+                problem, options.arch.name, dict(options.arch.search), tuple(cells), options.environment, date
+            )
             try:
                 self._drafts[problem] = _Draft(empty, options.arch, options.folder)
             except OSError as error:
@@ -196,16 +197,13 @@ class _Recorder:
 
     def _finish(self, trials: Sequence[Trial]) -> None:
         for trial in trials:
-            self._finish_one(trial)
-
-    def _finish_one(self, trial: Trial) -> None:
-        draft = self._drafts[trial.problem]
-        try:
-            kept = draft.keep(trial)
-        except OSError as error:
-            raise unwritable(draft.path, error) from error
-        self._finished += 1
-        best = best_scores(draft.best_by_cell)
-        self._listen(TrialFinished(kept, best, self._finished, self._trials))
-        if draft.is_complete:
-            self._listen(ProblemFinished(trial.problem, len(draft.trials), best))
+            draft = self._drafts[trial.problem]
+            try:
+                kept = draft.keep(trial)
+            except OSError as error:
+                raise unwritable(draft.path, error) from error
+            self._finished += 1
+            best = best_scores(draft.best_by_cell)
+            self._listen(TrialFinished(kept, best, self._finished, self._trials))
+            if draft.is_complete:
+                self._listen(ProblemFinished(trial.problem, len(draft.trials), best))

@@ -102,8 +102,9 @@ class _Refinement:
     def __init__(self, problem: Problem, store: Store, arch: str, gpu: Environment, ended: set[str]) -> None:
         self._problem, self._store, self._arch, self._gpu = problem, store, arch, gpu.gpu
         trials = self._trials()
-        found = portfolio(trials)
-        self._winners = {cell: trial for cell, trial in found.items() if cell.is_bucket and not cell.portable}
+        self._winners = {
+            cell: trial for cell, trial in portfolio(trials).items() if cell.is_bucket and not cell.portable
+        }
         best = {digest_of(trial): trial for trial in self._winners.values()}
         for trial in closest_trials(trials, MOST_KERNELS):
             if len(best) < MOST_KERNELS:
@@ -130,8 +131,9 @@ class _Refinement:
         self._rank(self._trials())
 
     def _rank(self, trials: Iterable[Trial]) -> None:
-        ours = [trial for trial in trials if trial.kernel and trial.kernel.digest in self.kernels]
-        self._ranked = ranked_by_cell(ours)
+        self._ranked = ranked_by_cell(
+            [trial for trial in trials if trial.kernel and trial.kernel.digest in self.kernels]
+        )
         for cell, ranked in self._ranked.items():
             if self.kernels.keys() <= {digest_of(each.trial) for each in ranked}:
                 self._looked_at.add((cell.destination, cell.elements))
