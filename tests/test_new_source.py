@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -15,12 +17,12 @@ from test_laws import EmulatedLaunch
 from hadagen.compiler import codegen
 from hadagen.compiler.emulator import compile_host, verification_rows, verify
 from hadagen.errors import UsageError
+from hadagen.measure import Cell, timing
 from hadagen.measure.verify import Verifier
 from hadagen.plan.costmodel import Estimate
 from hadagen.plan.space import Space, build_plan
 from hadagen.plan.steps.base import PACKED, Cost, Draft, Step
-from hadagen.problem.bits import decode, encode
-from hadagen.problem.operands import PROLOGUES, Prologue, params_for, rows_like_x, vector_of_n
+from hadagen.problem.operands import PROLOGUES, Prologue, params_for, rounded, rows_like_x, vector_of_n
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Cache, Destination
 from hadagen.problem.trial import Outcome
@@ -76,12 +78,9 @@ class MadeUp(Prologue):
     def step(self) -> Step:
         return AddAndMultiply()
 
-    def results(self, problem: Problem, x: Any, values: Any) -> dict[str, Any]:
-        def rounded(exact: Any) -> Any:
-            return decode(problem.io.input, encode(problem.io.input, exact))
-
-        total = rounded(x + values["gate"])
-        return {"x": rounded(total * values["weight"]), "total": total}
+    def results(self, x: torch.Tensor, values: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        total = rounded(x + values["gate"], dtype)
+        return {"x": rounded(total * values["weight"], dtype), "total": total}
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +112,46 @@ def test_a_source_is_one_file(key: str, monkeypatch: pytest.MonkeyPatch) -> None
     cell = 1 << 22, Destination.OUT_OF_PLACE, Cache.COLD
     plain = build_plan(Problem.parse(key.replace("-after-made_up", "")), knobs, ARCH)
     assert Estimate(plan, ARCH).us(*cell) > 1.5 * Estimate(plain, ARCH).us(*cell)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_source_is_timed_beside_a_copy_of_the_same_bytes(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch has memory of its own for each tensor like x."""
+    problem, l2_bytes = Problem.parse(key), 1 << 16
+    launched: list[list[int]] = []
+
+    def prepared(*known: object, changing: list[str]) -> Any:
+        names.append(changing)
+        return lambda stream, *places: launched.append(list(places))
+
+    def captured(stream: int, kernel: Any, addresses: list[tuple[int, int]], work: timing.Work) -> None:
+        launch = timing.prepared(kernel, work)
+        for x, y in addresses:
+            launch(stream, x, y)
+
+    monkeypatch.setattr(timing, "LaunchGraph", captured)
+    stopwatch = timing.Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), l2_bytes)  # type: ignore[arg-type]
+    cell = Cell(1 << 14, Destination.OUT_OF_PLACE, Cache.COLD)
+    of_source = timing.transform_work(problem, cell, stopwatch.operands(problem))
+    stopwatch.fill(problem.io.input, [of_source.traffic])
+    traffic, size = of_source.traffic, of_source.traffic.buffer_bytes
+    results = traffic.codes_bytes + traffic.scales_bytes if problem.io.form else size
+    assert traffic.footprint == 2 * size + results + size
+    for work in (of_source, timing.copy_work(traffic)):
+        names: list[list[str]] = []
+        launched.clear()
+        stopwatch.graph(SimpleNamespace(prepared=prepared), work)  # type: ignore[arg-type]
+        order = ["x", "y", *names[0]]
+        assert {"gate", "total"} <= set(order) or {"more_x", "more_y"} <= set(order)
+        lengths = {"y": traffic.codes_bytes or size, "scales": traffic.scales_bytes}
+        spans = sorted(
+            (at, at + lengths.get(name, size))
+            for places in launched[1:]
+            for name, at in zip(order, places, strict=True)
+        )
+        distinct = sorted(set(spans))
+        assert len(distinct) == traffic.slots(l2_bytes) * len(order) > len(order)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(distinct))
 
 
 def test_a_source_that_nobody_knows_is_refused() -> None:
