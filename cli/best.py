@@ -57,22 +57,24 @@ def best(
     if config.us is None:
         say(f"estimated: {_why_not_measured(config)}")
     launch, source = config.launch, config.provenance
-    say(f"match     {config.match.value}")
-    say(f"kernel    {config.kernel}")
-    say(f"knobs     {short_knobs(config.knobs)}")
-    say(
-        f"launch    {launch.threads} threads, {launch.shared_bytes} bytes of shared memory, "
+    unknown = config.relative_error is None
+    driver = source["driver"] and f"driver {source['driver']}"
+    compiler = f"compiler {source['nvcc']}" if source["nvcc"] else "compiled where it is called"
+    lines = {
+        "match": config.match.value,
+        "kernel": config.kernel,
+        "knobs": short_knobs(config.knobs),
+        "launch": f"{launch.threads} threads, {launch.shared_bytes} bytes of shared memory, "
         f"{launch.tile_elements} elements a tile"
         + (f", clusters of {launch.cluster}" if launch.cluster > 1 else "")
         + (", persistent" if launch.persistent else "")
-        + (", starts early" if launch.starts_early else "")
-    )
-    say(f"time      {_time(config)}")
-    unknown = config.relative_error is None
-    say("error     not measured" if unknown else f"error     {config.relative_error:.2g}, against float64")
-    driver = source["driver"] and f"driver {source['driver']}"
-    compiler = f"compiler {source['nvcc']}" if source["nvcc"] else "compiled where it is called"
-    say(f"{source['kind']:<9} {', '.join(filter(None, (source['gpu'], driver, compiler, source['date'])))}")
+        + (", starts early" if launch.starts_early else ""),
+        "time": _time(config),
+        "error": "not measured" if unknown else f"{config.relative_error:.2g}, against float64",
+        source["kind"]: ", ".join(filter(None, (source["gpu"], driver, compiler, source["date"]))),
+    }
+    for name, text in lines.items():
+        say(f"{name:<9} {text}")
 
 
 def _why_none(config: BestConfig) -> str:

@@ -119,9 +119,8 @@ def is_lost(error: SQLAlchemyError) -> bool:
 def sentence(error: DBAPIError, url: URL, busy_seconds: float) -> str:
     """One sentence that says what failed, and what to do."""
     reason = _reason(error)
-    for secret in (url.password, url.query.get("sslpassword")):
-        if secret:
-            reason = reason.replace(str(secret), "***")
+    for secret in filter(None, (url.password, url.query.get("sslpassword"))):
+        reason = reason.replace(str(secret), "***")
     known = {"place": place_of(url), "database": url.database, "reason": reason, "busy": busy_seconds}
     code = _code(error)
     if code is not None:

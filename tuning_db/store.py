@@ -187,19 +187,25 @@ class _Place(NamedTuple):
     provenance: str
 
 
-def _places(session: Session, trials: Iterable[Trial]) -> list[_Place]:
-    problems: dict[Problem, int] = {}
-    environments: dict[Environment, int] = {}
-    places = []
-    for trial in trials:
-        problem, environment = trial.problem, trial.environment
-        if problem not in problems:
-            problems[problem] = row_of(session, ProblemRow, {"key": problem.key}).id
-        if environment not in environments:
-            environments[environment] = row_of(session, EnvironmentRow, dict(vars(environment))).id
-        key, provenance = knobs_key(trial.knobs), trial.provenance.value
-        places.append(_Place(problems[problem], trial.arch, key, environments[environment], provenance))
-    return places
+def _places(session: Session, trials: Sequence[Trial]) -> list[_Place]:
+    problems = {
+        problem: row_of(session, ProblemRow, {"key": problem.key}).id
+        for problem in dict.fromkeys(trial.problem for trial in trials)
+    }
+    environments = {
+        environment: row_of(session, EnvironmentRow, dict(vars(environment))).id
+        for environment in dict.fromkeys(trial.environment for trial in trials)
+    }
+    return [
+        _Place(
+            problems[trial.problem],
+            trial.arch,
+            knobs_key(trial.knobs),
+            environments[trial.environment],
+            trial.provenance.value,
+        )
+        for trial in trials
+    ]
 
 
 def _record(session: Session, trials: Sequence[Trial]) -> list[int]:
@@ -233,9 +239,8 @@ def _record(session: Session, trials: Sequence[Trial]) -> list[int]:
 def _ids(session: Session, places: Collection[_Place]) -> dict[_Place, int]:
     """The row numbers of those places that have a trial."""
     columns = [getattr(TrialRow, name) for name in _Place._fields]
-    query = select(TrialRow.id, *columns)
-    for i, column in enumerate(columns):
-        query = query.where(column.in_({place[i] for place in places}))
+    named = (column.in_({place[i] for place in places}) for i, column in enumerate(columns))
+    query = select(TrialRow.id, *columns).where(*named)
     found = {_Place(*place): number for number, *place in session.execute(query)}
     return {place: found[place] for place in places if place in found}
 
@@ -281,13 +286,16 @@ def _kernels(session: Session, kernels: Iterable[Kernel]) -> dict[str, tuple[int
             row.seal = _seal_of_kernel(replace(stored, launch=replace(stored.launch, arithmetic=arithmetic)))
         found[row.digest] = row.id, _kernel(row, blobs=False)
     if new := [kernel for digest, kernel in wanted.items() if digest not in found]:
-        rows = [{**vars(kernel), **kernel.launch.to_dict(), "seal": _seal_of_kernel(kernel)} for kernel in new]
-        for each in rows:
-            del each["launch"]
-        session.execute(insert(KernelRow), rows)
+        session.execute(insert(KernelRow), [_kernel_columns(kernel) for kernel in new])
         numbers = session.execute(select(KernelRow.digest, KernelRow.id).where(KernelRow.digest.in_(wanted)))
         found |= {digest: (number, wanted[digest]) for digest, number in numbers if digest not in found}
     return found
+
+
+def _kernel_columns(kernel: Kernel) -> dict[str, object]:
+    columns = {**vars(kernel), **kernel.launch.to_dict(), "seal": _seal_of_kernel(kernel)}
+    del columns["launch"]
+    return columns
 
 
 def _timing_columns(trial_id: int, position: int, timing: Timing) -> dict[str, object]:

@@ -330,14 +330,16 @@ def closest_trials(trials: Iterable[Trial], most: int) -> list[Trial]:
 
     The order of the trials does not matter.
     """
-    closest: dict[str, tuple[float, Trial]] = {}
-    for ranked in (ranked for cell, ranked in ranked_by_cell(trials).items() if cell.is_bucket):
-        for each in ranked:
-            slowdown, digest = each.score / ranked[0].score, digest_of(each.trial)
-            if digest not in closest or slowdown < closest[digest][0]:
-                closest[digest] = slowdown, each.trial
-    order = sorted(closest, key=lambda digest: (closest[digest][0], digest))
-    return [closest[digest][1] for digest in order[:most]]
+    slowdowns = [
+        (each.score / ranked[0].score, digest_of(each.trial), each.trial)
+        for cell, ranked in ranked_by_cell(trials).items()
+        if cell.is_bucket
+        for each in ranked
+    ]
+    closest: dict[str, Trial] = {}
+    for _, digest, trial in sorted(slowdowns, key=lambda each: each[:2]):
+        closest.setdefault(digest, trial)
+    return list(closest.values())[:most]
 
 
 def arithmetic_in(trial: Trial) -> str:

@@ -353,15 +353,11 @@ class Fleet:
             # Beside this, since a worker that hangs does not answer.
             greeting = self._greetings[address] = asyncio.create_task(self._greet(address))
             greeting.add_done_callback(partial(self._greetings.pop, address))
-        self._count_time()
-        self.look(self.state)
-
-    def _count_time(self) -> None:
-        now = time.monotonic()
+        before, self._seen = self._seen, time.monotonic()
         for each in self.classes:
             if use := self._uses.get(each.environment.gpu):
-                use.available += each.count * (now - self._seen)
-        self._seen = now
+                use.available += each.count * (self._seen - before)
+        self.look(self.state)
 
     async def _greet(self, address: str) -> None:
         """Ask a worker what it offers, and say it if that cannot be used."""
@@ -416,7 +412,7 @@ class Fleet:
         self._members[address] = None
         self.say(f"the worker at {address} gets no more work: {reason}")
         with suppress(Exception):
-            await asyncio.wait_for(self._client.run(work.dismiss, workers=[address], on_error="ignore"), CALL_SECONDS)
+            await asyncio.wait_for(self._client.run(work.withdraw, workers=[address], on_error="ignore"), CALL_SECONDS)
 
 
 def check_address(address: str) -> None:
