@@ -40,7 +40,6 @@ from hadagen.tuning_db.merge import (
     kernels_of,
     merge_bundles,
     selection_of,
-    with_kernels,
     write_selection,
 )
 from hadagen.tuning_db.signatures import SigningKey, public_keys
@@ -171,11 +170,11 @@ def show(paths: tuple[Path, ...], every: bool, as_json: bool) -> None:
 
     Shows the bundles at PATHS, or all bundles that hadagen uses. With --all or --json, every winner is shown.
     """
-    bundles = _opened(paths)
+    shown = _some([Bundle.open(path) for path in paths] if paths else bundles.known())
     if as_json:
-        print_json([bundle_summary(each) | {"entries": [*map(winner_values, each.all_entries())]} for each in bundles])
+        print_json([bundle_summary(each) | {"entries": [*map(winner_values, each.all_entries())]} for each in shown])
         return
-    for each in bundles:
+    for each in shown:
         say(f"{each.path}: {each.arch}, {', '.join(gpu or 'estimated' for gpu in each.gpus())}")
         if every:
             _print_winners(each.all_entries())
@@ -268,7 +267,7 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
     if drop_ptx:
         anew = {digest_of(trial) for trial in selection.values() if is_recipe_of(trial)}
         kernels |= {digest: replace(kernels[digest], ptx=b"") for digest in anew}
-    selection = with_kernels(selection, kernels)
+    selection = {cell: replace(trial, kernel=kernels[digest_of(trial)]) for cell, trial in selection.items()}
     write_selection(out, opened.arch, selection, arithmetic_of(opened))
     if table:
         rows = (dict(zip(ASSEMBLED, (old, new.digest), strict=True)) for old, new in sorted(kernels.items()))
@@ -329,10 +328,6 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
 def count_of(selection: Selection) -> str:
     kernels = {trial.kernel.digest for trial in selection.values() if trial.kernel}
     return f"{len(selection)} winners, {len(kernels)} kernels"
-
-
-def _opened(paths: tuple[Path, ...]) -> Sequence[Bundle]:
-    return _some([Bundle.open(path) for path in paths] if paths else bundles.known())
 
 
 def _some(found: Sequence[Item]) -> Sequence[Item]:

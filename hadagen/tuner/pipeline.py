@@ -175,22 +175,20 @@ class Pipeline:
             self._measurer.submit(self._measure, batch, self._builder.submit(self._build, batch))
             self._under_way += 1
 
-    def _build(self, batch: Batch) -> tuple[Sequence[_Built], float]:
-        """What became of each source of a batch, and the seconds that this took."""
+    def _build(self, batch: Batch) -> Sequence[_Built]:
+        """What became of each source of a batch."""
         if self._build_kernels is None:
-            return [None] * len(batch), 0.0
-        started = time.monotonic()
+            return [None] * len(batch)
         plans = (plan_of(problem, knobs, starts_early=self._arch.starts_early) for problem, knobs in batch)
-        return self._build_kernels([render(plan) for plan in plans]), time.monotonic() - started
+        return self._build_kernels([render(plan) for plan in plans])
 
-    def _measure(self, batch: Batch, built: Future[tuple[Sequence[_Built], float]]) -> None:
+    def _measure(self, batch: Batch, built: Future[Sequence[_Built]]) -> None:
         try:
-            kernels, seconds = built.result()
             fresh: list[Variant] = []
             known: list[Variant] = []  # other knobs have the same kernel
             without: list[Trial | VariantNotTried] = []  # a kernel
             seen = set(self._of_kernel)
-            for (problem, knobs), kernel in zip(batch, kernels, strict=True):
+            for (problem, knobs), kernel in zip(batch, built.result(), strict=True):
                 if isinstance(kernel, BuildFailure):
                     without.append(self._failed_trial(problem, knobs, kernel.log))
                 elif isinstance(kernel, NotTried):
@@ -201,7 +199,7 @@ class Pipeline:
                     if key:
                         seen.add(key)
             failed = sum(isinstance(each, Trial) for each in without)
-            for event in (BatchBuilt(len(fresh), len(known), failed, seconds), *without):
+            for event in (BatchBuilt(len(fresh), len(known), failed), *without):
                 self._results.put(event)
             for variant, result in self._runner.run(takewhile(lambda _: not self._stopped.is_set(), fresh)):
                 if isinstance(result, Trial):
