@@ -129,9 +129,14 @@ PROLOGUES: dict[str, Prologue] = {}
 
 def prologue_of(problem: Problem) -> Prologue | None:
     """The prologue of a problem; None if it has none. Raises `UsageError` for one that is not known."""
-    if problem.prologue and problem.prologue not in PROLOGUES:
-        raise UsageError(f"prologue {shown(problem.prologue)} is not known; {choice(problem.prologue, PROLOGUES)}")
+    check_prologue(problem.prologue)
     return PROLOGUES.get(problem.prologue)
+
+
+def check_prologue(name: Any) -> None:
+    """Raises `UsageError` for what neither names a prologue nor is "", which is none."""
+    if not isinstance(name, str) or (name and name not in PROLOGUES):
+        raise UsageError(f"prologue {shown(name)} is not known; {choice(name, PROLOGUES) if PROLOGUES else 'none is'}")
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
