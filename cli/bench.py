@@ -54,19 +54,7 @@ Row = dict[str, Any]  # by `COLUMNS`
 FORMS = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "error": ".3e", "kernel": ".12"}
 
 
-class Bench(Group):
-    default = "kernels"
-
-
-@click.group(cls=Bench)
-def bench() -> None:
-    """Time what calls run, on a GPU of this machine.
-
-    Without a command, hadagen bench does the same as hadagen bench kernels, with the same options.
-    """
-
-
-@bench.command()
+@click.command()
 @options.problems(one_kind=True)
 @options.elements(DEFAULT_ELEMENTS)
 @options.destinations
@@ -119,8 +107,16 @@ def kernels(
     report_failures(failures, DeviceError)
 
 
-bench.add_command(between)
-bench.add_command(calls)
+class Bench(Group):
+    default = "kernels"
+
+
+@click.group(cls=Bench, commands=[kernels, between, calls])
+def bench() -> None:
+    """Time what calls run, on a GPU of this machine.
+
+    Without a command, hadagen bench does the same as hadagen bench kernels, with the same options.
+    """
 
 
 class Choice(NamedTuple):

@@ -45,8 +45,10 @@ def best(
         known = ", ".join(known_archs())
         raise UsageError(f"arch {shown(arch)} is not known and no bundle serves it; choose one of {known}")
     if not config.launch and best_config(*asked, arch=arch, inplace=inplace, batch_invariant=False).launch:
-        said = f"{problem.key} has no kernels that give the same bits in every call"
-        raise UsageError(f"{said}; leave out --batch-invariant, or HADAGEN_BATCH_INVARIANT")
+        raise UsageError(
+            f"{problem.key} has no kernels that give the same bits in every call; leave out --batch-invariant, or "
+            "HADAGEN_BATCH_INVARIANT"
+        )
     if as_json:
         print_json(config.to_dict())
         return
@@ -85,8 +87,10 @@ def _why_none(config: BestConfig) -> str:
 
     arch = nearest_arch(config.device.arch)
     if arch and Space(config.problem, load_arch(arch)).closest(Knobs()) is None:
-        why = f"hadagen emit --arch {arch} --problem {config.problem.key} --space"
-        return f"no plan for rows of {config.problem.n} fits on {arch}; take shorter rows, or see why: {why}"
+        return (
+            f"no plan for rows of {config.problem.n} fits on {arch}; take shorter rows, or see why: hadagen emit "
+            f"--arch {arch} --problem {config.problem.key} --space"
+        )
     return how_to_tune(config.problem, config.device.arch)
 
 

@@ -47,12 +47,9 @@ from hadagen.tuning_db.table import ASSEMBLED, export_csv, print_csv, write_tabl
 from hadagen.tuning_db.winners import digest_of
 
 
-@click.group(cls=Group)
+@click.group(cls=Group, commands=[list_])
 def bundle() -> None:
     """Make, check, sign and merge bundles, the files that ship winners."""
-
-
-bundle.add_command(list_)
 
 
 @bundle.command()

@@ -67,8 +67,9 @@ def runnable(bundle: Bundle, entry: BundleEntry) -> Kernel:
 def no_kernels(target: Device, problems: Sequence[Problem]) -> DeviceError:
     """The error for calls of problems without a kernel on a device, with the command that makes kernels."""
     of = f" of {problems[0].key}" if _has_bundle(target.arch) else ""
-    how = how_to_tune(problems[0], target.arch)
-    return DeviceError(f"no bundle has kernels{of} for {target.gpu} ({target.arch}); {how}")
+    return DeviceError(
+        f"no bundle has kernels{of} for {target.gpu} ({target.arch}); {how_to_tune(problems[0], target.arch)}"
+    )
 
 
 def how_to_tune(problem: Problem, arch: str) -> str:

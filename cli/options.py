@@ -367,8 +367,9 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
                     f"--n {shown(text)} goes from a matrix of order {one} to one of {other}; name each size, or --k"
                 )
         if low.n > high.n:
-            said = f"--n {shown(text)} is an empty range"
-            raise UsageError(f"{said}; write the smaller size first, as in {high.n}-{low.n}")
+            raise UsageError(
+                f"--n {shown(text)} is an empty range; write the smaller size first, as in {high.n}-{low.n}"
+            )
         sizes.update(parse_transform(low.n << m, k) for m in range((high.n // low.n).bit_length()))
     return sorted(sizes)
 
@@ -384,8 +385,10 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
         if not (name and equals and value):
             raise UsageError(f"--knobs {shown(text)} is not of the form k=v; write for example --knobs warps=4")
         if name in values:
-            said = f"--knobs sets {shortened(name)} twice, to {shortened(str(values[name]))} and {shortened(value)}"
-            raise UsageError(f"{said}; give one value")
+            raise UsageError(
+                f"--knobs sets {shortened(name)} twice, to {shortened(str(values[name]))} and {shortened(value)}; give "
+                "one value"
+            )
         values[name] = int(value) if _is_whole(value) else value
     return values
 
@@ -400,11 +403,14 @@ def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
         name, _, listed = (part.strip() for part in text.partition("="))
         values = [value.strip() for value in listed.split(",")]
         if not (name and all(values)):
-            said = f"--only {shown(text)} is not of the form KNOB=V1,V2,..."
-            raise UsageError(f"{said}; write for example --only warps=2,4")
+            raise UsageError(
+                f"--only {shown(text)} is not of the form KNOB=V1,V2,...; write for example --only warps=2,4"
+            )
         if name in ranges:
-            said = f"--only names {shortened(name)} twice"
-            raise UsageError(f"{said}; give all its values at once, as in {shortened(name)}={shortened(listed)},...")
+            raise UsageError(
+                f"--only names {shortened(name)} twice; give all its values at once, as in "
+                f"{shortened(name)}={shortened(listed)},..."
+            )
         ranges[name] = [int(value) if _is_whole(value) else value for value in values]
     return ranges
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from math import inf, nan
 from typing import Any, NamedTuple, TypeVar
@@ -58,7 +59,7 @@ _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
 }
 
 
-class Store(Database):
+class Store(Database, AbstractContextManager["Store"]):
     """A tuning database. Several threads and processes may use it at once.
 
     Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
@@ -72,9 +73,6 @@ class Store(Database):
         A file without write permission is opened for reading.
         """
         return cls(where, _seal_rows)
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

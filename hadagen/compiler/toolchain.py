@@ -245,8 +245,9 @@ def disassemble(kernel: Kernel) -> str:
         (folder / "kernel.cubin").write_bytes(kernel.cubin)
         answer = run([nvdisasm, "--print-code", "kernel.cubin"], NVCC_HINT, folder)
     if not answer.ok:
-        said = answer.first_lines
-        raise ToolchainError(f"{nvdisasm} cannot read a cubin of compiler {kernel.nvcc}: {said}; {NVCC_HINT}")
+        raise ToolchainError(
+            f"{nvdisasm} cannot read a cubin of compiler {kernel.nvcc}: {answer.first_lines}; {NVCC_HINT}"
+        )
     return answer.log
 
 

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from threading import Condition, Lock
-from typing import Any
 
 from hadagen.compiler.cache import cache_root, locked
 from hadagen.compiler.codegen import render
@@ -35,12 +34,9 @@ _LOOK_SECONDS = 0.5  # between two looks whether it still does
 class GpuError(DeviceError):
     """Nothing can be measured on one GPU of a worker. `gpu`: its class."""
 
-    def __init__(self, reason: str, gpu: str) -> None:
+    def __init__(self, reason: str, gpu: str = "") -> None:  # the default is for pickle
         super().__init__(reason)
         self.gpu = gpu
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.gpu)
 
 
 @dataclass

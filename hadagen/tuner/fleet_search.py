@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
@@ -159,7 +160,7 @@ def _is_time(timing: object) -> bool:
     )
 
 
-class FleetPipeline:
+class FleetPipeline(AbstractContextManager["FleetPipeline"]):
     """`Work` on the GPUs of one class (`runner`). It takes results as they come.
 
     Variants that compile to one kernel share its trial. Knobs that were `NotTried` come again, for `ATTEMPTS` in all.
@@ -187,9 +188,6 @@ class FleetPipeline:
                 self._of_kernel.setdefault((trial.problem, trial.kernel.digest), replace(trial, kernel=None))
             if trial.outcome is Outcome.OK:
                 self._best.note(trial.problem, trial.timings)
-
-    def __enter__(self) -> FleetPipeline:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for task in list(self._tasks):

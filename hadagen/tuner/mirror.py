@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from itertools import chain, count
 from typing import Any
@@ -32,7 +33,7 @@ _KNOWN_SCHEMA = "v3.2.0.a"  # of Optuna 5; another is written by Optuna itself
 _TABLES = ("studies", "trials", "trial_params", "trial_values", "trial_system_attributes")
 
 
-class Mirror:
+class Mirror(AbstractContextManager["Mirror"]):
     """Optuna's tables in a store. As a context manager it closes its connections at the end.
 
     Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
@@ -43,9 +44,6 @@ class Mirror:
         self._store = store
         self._storage = _open(store)
         self._tables = store.patiently(self._known_tables)
-
-    def __enter__(self) -> Mirror:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._storage.engine.dispose()

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
@@ -41,12 +41,8 @@ Build = Callable[[Sequence[Source]], Sequence[Kernel | BuildFailure | NotTried]]
 _KernelKey = tuple[Problem, str]  # variants with the same key do the same thing in the same time
 
 
-class Work(Protocol):
+class Work(AbstractContextManager["Work"], Protocol):
     """Builds and measures what a search asks for. As a context manager it ends its threads."""
-
-    def __enter__(self) -> Work: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
     def run(self, ask: Ask, keep: Keep, listen: Listener, deadline: float = inf) -> bool:
         """Try the batches that `ask` returns. `keep` gets the trials, `listen` all other results.
@@ -56,7 +52,7 @@ class Work(Protocol):
         """
 
 
-class Pipeline:
+class Pipeline(AbstractContextManager["Pipeline"]):
     """Takes batches of knobs. Returns, in the same order, a `BatchBuilt` for each batch and a trial for its knobs.
 
     `build` compiles variants and returns results in their order; None for a runner that needs no kernels. A kernel is
@@ -110,9 +106,6 @@ class Pipeline:
             if trials := self._stop():
                 keep(trials)
         return interrupted or bool(interrupts)
-
-    def __enter__(self) -> Pipeline:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stop()

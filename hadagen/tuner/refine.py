@@ -17,10 +17,10 @@ from dataclasses import replace
 from itertools import pairwise
 from math import inf, isqrt
 
-from hadagen.measure import Cell, Variant, cells_at
+from hadagen.measure import Cell, Variant, cells_at, without_texts
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import LOSS, Destination, destinations
-from hadagen.problem.trial import Environment, Kernel, Outcome, Trial, knobs_key
+from hadagen.problem.trial import Environment, Outcome, Trial, knobs_key
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import (
@@ -113,7 +113,8 @@ class _Refinement:
         ascending = sorted(filter(may_win, trials), key=lambda trial: trial.date)
         newest = {knobs_key(trial.knobs): digest_of(trial) for trial in ascending}
         self.kernels = {
-            digest: _variant(trial, store.kernel(digest))
+            # Without source and PTX, because there may be thousands.
+            digest: Variant(trial.problem, trial.knobs, without_texts(store.kernel(digest)))
             for digest, trial in best.items()
             if newest[knobs_key(trial.knobs)] == digest and digest not in ended
         }
@@ -179,11 +180,6 @@ class _Refinement:
             if not seen:
                 return list(middles)
             known |= {middle: _winner(ranked.get(middle, ()), *middles[middle]) for middle in seen}
-
-
-def _variant(trial: Trial, kernel: Kernel) -> Variant:
-    """The variant of a trial, to be timed again; without source and PTX, because there may be thousands."""
-    return Variant(trial.problem, trial.knobs, replace(kernel, source="", ptx=b""))
 
 
 def _winner(ranked: Sequence[winners.RankedTrial], low: str, high: str) -> str:
