@@ -17,10 +17,10 @@ _LONGEST = 48  # characters of a text in a chart
 
 
 @lru_cache(maxsize=4096)
-def short_text(text: str) -> str:
+def short_text(text: str, most: int = _LONGEST) -> str:
     """The text on one line, cut if it is long."""
-    line = printable(text[: 4 * _LONGEST])
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+    line = printable(text[: 4 * most])
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def device_name(gpu: str, arch: str) -> str:
