@@ -83,7 +83,7 @@ def how_to_tune(problem: Problem, arch: str) -> str:
     from hadagen.runtime.device import how_to_get_kernels
 
     how = how_to_get_kernels(arch)
-    if nearest_arch(arch) and (problem.order > 1 or _has_bundle(arch)):
+    if nearest_arch(arch) and (problem.transform.has_matrix or _has_bundle(arch)):
         how += f" --problem {replace(problem, transform=replace(problem.transform, signed=False, swapped=False)).key}"
     return how
 

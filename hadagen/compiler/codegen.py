@@ -17,7 +17,6 @@ from hadagen.plan.layout import add
 from hadagen.plan.plan import Plan
 from hadagen.plan.steps.base import FP32
 from hadagen.problem.launch import Source
-from hadagen.problem.problem import Problem
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("hadagen.templates", "."),
@@ -81,7 +80,6 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "bytes": plan.problem.io.input.bytes,
         "scale_form": plan.scale_form.value,
         "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
-        "formula": _formula(plan.problem),
         "lifted": any(view.get("lifted") for view in views),
         "packed": plan.eights > 0 and any(carrier != FP32 for carrier in plan.carriers[plan.tile.held_from(plan) :]),
         "wide": FP32 in plan.carriers,
@@ -107,13 +105,6 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
         **plan.tile.names(plan),
     }
-
-
-def _formula(problem: Problem) -> str:
-    """The matrix that x is multiplied by, in words."""
-    factors = f"(A_{problem.order} ⊗ H_{problem.length})ᵀ" if problem.order > 1 else f"H_{problem.n}"
-    factors += " · P" * problem.transform.swapped  # which exchanges the bits of each base-4 digit
-    return f"D_before · {factors} · D_after" if problem.transform.signed else factors
 
 
 def _place_lines(plan: Plan) -> list[str]:

@@ -17,7 +17,7 @@ from hadagen.tuning_db.bundle import Bundle, BundleEntry
 def may_be_guessed(problem: Problem) -> bool:
     """Whether it has contiguous rows, and a matrix, signs or a format, so that a rotation or a quantizer may ask for
     it."""
-    special = problem.order > 1 or problem.transform.signed or problem.io.form is not None
+    special = problem.transform.has_matrix or problem.transform.signed or problem.io.form is not None
     return problem.io.rows is Rows.CONTIGUOUS and special
 
 
@@ -31,10 +31,9 @@ def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem
         apart = difference(problem, other) + (_apart(other.io, problem.io) or 0)
         return apart, not same[0], not same[1], other
 
-    similar = {
-        each for each in known if _apart(each.io, problem.io) is not None and (each.order > 1) == (problem.order > 1)
-    }
-    return sorted(similar - {problem}, key=distance)
+    kind = problem.transform.has_matrix
+    alike = {each for each in known if each.transform.has_matrix is kind and _apart(each.io, problem.io) is not None}
+    return sorted(alike - {problem}, key=distance)
 
 
 def _apart(one: Io, other: Io) -> int | None:

@@ -41,7 +41,7 @@ def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
     tiles = 2 + (kernel.resident_blocks // spec.cluster if spec.persistent else 0)
     rows = max(tiles * spec.tile_elements // n, _ELEMENTS // n) + 1
     lengths = (n, max(n // 2 + 1, n - 3)) if spec.reads_rows else (n,)
-    transposed = (False, True) if problem.order > 1 else (False,)
+    transposed = (False, True) if problem.transform.has_matrix else (False,)
     device = torch.device("cuda", kernel.device)
     ways = [*product(lengths, transposed, (1.0,)), (n, False, LARGE[problem.io.input])]
     return all(_is_right(kernel, problem, device, rows, *way) for way in ways)
@@ -114,7 +114,7 @@ def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> R
         return torch.randint(end, (size,), generator=numbers, device=numbers.device, dtype=torch.uint8)
 
     matrix, orders = None, [1]
-    if problem.order > 1:
+    if problem.transform.has_matrix:
         entries = random(2, problem.order**2).to(torch.int8).view(problem.order, problem.order) * 2 - 1
         entries[0, 0] = 0
         matrix, orders = pack_matrix(entries), [problem.order]

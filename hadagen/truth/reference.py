@@ -24,7 +24,9 @@ def verification_scale(problem: Problem) -> float:
     and the same error of up to half of a last place.
     """
     scale = float(problem.n**-0.5)
-    return scale if problem.order == 1 else float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
+    if not problem.transform.has_matrix:
+        return scale
+    return float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
 
 
 def transform(problem: Problem, x: Reals, scale: float, operands: OperandValues) -> Reals:
@@ -37,7 +39,7 @@ def transform(problem: Problem, x: Reals, scale: float, operands: OperandValues)
     if prologue := prologue_of(problem):
         x = prologue.results(problem, x, operands)["x"]
     y = hadamard((x * signs("signs_before")).reshape(-1, problem.length), scale)
-    if problem.order > 1:
+    if problem.transform.has_matrix:
         y = operands["matrix"].astype(np.float64) @ y.reshape(-1, problem.order, problem.length)
     return _renumbered(problem, y.reshape(x.shape)) * signs("signs_after")
 
@@ -85,7 +87,7 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
         random.standard_normal(shape) * runs,
         large,
     )
-    dtype, plain = problem.io.input, problem.order == 1 and not problem.transform.signed
+    dtype, plain = problem.io.input, not (problem.transform.has_matrix or problem.transform.signed)
     return {
         name: decode(dtype, encode(dtype, reals))
         for name, reals in zip(INPUT_CLASSES, values, strict=True)

@@ -536,7 +536,7 @@ class Footprint:
         """The least registers of a thread: its values in the widest form that all take at once, fp32 if `wide`."""
         return OVERHEAD_REGISTERS + self._plan.tile.registers(self._plan, wide=wide)
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         return max((offset + size for offset, size in self._regions.values()), default=0)
 

@@ -287,8 +287,6 @@ class Matrix(Multiplies):
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         yield from super().faults(plan, at)
-        if plan.problem.order == 1:
-            yield "the transform has no matrix"
         if not any(isinstance(step, Columns) for step in plan.steps[:at]):
             yield "it multiplies what `Columns` left in shared memory"
         if self.rows % self.shape(plan).together:
