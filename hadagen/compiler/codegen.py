@@ -36,8 +36,11 @@ def render(plan: Plan) -> Source:
     entry = f"hadagen_{plan.problem.key.replace('-', '_')}_{plan.digest[:8]}"
     blocks: dict[str, Any] = {}
     view = _view(plan, entry) | {"blocks": blocks}
-    modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in {s.template for s in plan.steps}}
-    blocks |= {step.name: getattr(modules[step.template], step.name) for step in plan.steps}
+    names = {plan.tile.template, *(step.template for step in plan.steps)}
+    modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in names}
+    of_tile = modules[plan.tile.template]
+    for step in plan.steps:
+        blocks[step.name] = getattr(of_tile, step.name, None) or getattr(modules[step.template], step.name)
     text = ENVIRONMENT.get_template("kernel.cu.j2").render(view)
     return Source(entry, text, plan.launch)
 
@@ -103,6 +106,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         # Row and column of the vector at offset `at` of a tile.
         "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
         "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
+        "of_thread": {"lane": "thread_index() % 32", **plan.tile.of_thread(plan)},
         **plan.tile.names(plan),
     }
 

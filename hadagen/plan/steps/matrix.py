@@ -209,13 +209,11 @@ class Multiplies(Store, Tile):
             "padded": self.is_padded(plan),
         }
 
+    def of_thread(self, plan: Draft) -> dict[str, str]:
+        return {"warp": "thread_index() / 32"}
+
     def names(self, plan: Draft) -> dict[str, Any]:
-        return {
-            "stages_from": "loads.cu.j2" if plan.load.in_bulk else "matrix.cu.j2",
-            "load_thread": "",
-            "store_thread": "",
-            "m": self.view(plan, 0),
-        }
+        return {"stages_from": "loads.cu.j2" if plan.load.in_bulk else self.template, "m": self.view(plan, 0)}
 
     def is_padded(self, plan: Draft) -> bool:
         """Whether the last warp of a group holds rows that A lacks."""
