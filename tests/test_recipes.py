@@ -49,7 +49,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def forbid_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let neither the generator be imported nor a compiler be loaded."""
-    for module in ("codegen", "space", "knobs", "toolchain", "compilers"):
+    for module in ("compiler.codegen", "plan.space", "plan.knobs", "compiler.toolchain", "compiler.compilers"):
         monkeypatch.setitem(sys.modules, f"hadagen.{module}", None)
     monkeypatch.setattr(nvrtc, "_load", None)
 

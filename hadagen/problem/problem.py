@@ -240,6 +240,7 @@ class Problem:
         rule: str | None = None,
         layout: str = "row-major",
         round_first: bool = False,
+        prologue: str = "",
     ) -> Problem:
         """The problem whose output has the type of its input, or is quantized to a format. Raises `UsageError`, as
         `Transform` and `Io` do.
@@ -256,10 +257,11 @@ class Problem:
             if not isinstance(round_first, bool):
                 raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
             form = Format.choose(to, group, rule, layout).for_rows(columns, round_first)
-            return cls(transform, Io(dtype, form, numerics, rows))  # type: ignore[arg-type]  # which it converts
+            return cls(transform, Io(dtype, form, numerics, rows), prologue)  # type: ignore[arg-type]  # it converts
         check_no_format(columns, group, rule, layout, round_first)
         output: Any = dtype if to is None else to
-        return cls(Transform(n, order, signed, swapped), Io(dtype, output, numerics, rows))  # type: ignore[arg-type]
+        io = Io(dtype, output, numerics, rows)  # type: ignore[arg-type]
+        return cls(Transform(n, order, signed, swapped), io, prologue)
 
     @classmethod
     def parse(cls, key: str) -> Problem:

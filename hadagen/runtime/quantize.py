@@ -362,18 +362,22 @@ def _check_is_possible(number: float, form: Format) -> None:
 def problems_of(
     x: torch.Tensor,
     rotation: Rotation | int,
-    form: Format,
+    form: Format | None,
     round_first: bool,
     numerics: str,
     batch_invariant: bool,
+    prologue: str = "",
 ) -> tuple[Problem | None, ...]:
-    """The problems of the kernel that quantizes tensors like x, and of the kernels that rotate if there is no such
-    kernel. None if no kernel can. Raises what a call with these arguments raises."""
+    """The problems of the kernel that does all of a call with tensors like x, and of the kernels that rotate if there
+    is no such kernel. None if no kernel can. form: None without a quantizer. Raises what a call with these arguments
+    raises."""
     of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
-    form = form.by_kernels
     length = of.n // math.prod(of.orders)
+    whole = (
+        problem_for(x, of, form.by_kernels, round_first, prologue) if form else rotation_problem(x, of, None, prologue)
+    )
     return (
-        problem_for(x, of, form, round_first),
+        whole,
         rotation_problem(wide, of),
         kernels.problem_of(length, wide.dtype, "accurate", Rows.CONTIGUOUS),
     )

@@ -164,7 +164,7 @@ def timings(estimate: Estimate, problem: Problem, arch: Arch) -> tuple[Timing, .
 
 def _copy_us(arch: Arch, problem: Problem, cell: Cell) -> float:
     traffic = cell.traffic(problem)
-    return copy_us(arch, traffic.buffer_bytes, traffic.result_bytes, cell.destination, cell.cache)
+    return copy_us(arch, traffic.input_bytes, traffic.result_bytes, cell.destination, cell.cache)
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
