@@ -330,7 +330,7 @@ def test_a_source_is_found_loaded_and_proven(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
     source = codegen.render(build_plan(problem, Space(problem, ARCH).seeds()[0], ARCH))
-    wrong = replace(source, text=source.text.replace("add<T>(p[4 * i + word], g.word[word])", "p[4 * i + word]"))
+    wrong = replace(source, text=source.text.replace("add<T>(p[4 * i + w], v.word[w])", "p[4 * i + w]"))
     assert wrong.text != source.text
     for each, right in ((source, True), (wrong, False)):
         kernel: Any = Emulated(problem, each, compile_host([each]))
