@@ -47,14 +47,6 @@ class Blind(EmulatedKernel):
         return found | {self.unread: found[self.unread] * 0}
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device
-    monkeypatch.setattr("torch.device", lambda *which: device("cpu"))
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
-
-
 @pytest.mark.parametrize("unread", READ)
 def test_every_operand_is_compared(unread: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blind, "unread", unread)
