@@ -1,7 +1,5 @@
 """A prologue that no module knows: a tensor like x, a vector of n and a second output, all in this file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -41,24 +39,22 @@ from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE
 
 BLOCK = """
+{% import "loads.cu.j2" as loads with context %}
 {% macro made_up(step, p, f, chunks) %}
 {
-    const i64 first = {{ share }} + load_at;
-#pragma unroll
-    for (int i = 0; i < vectors; ++i) {
-        const i64 at = first + {{ vector_at }};
-        if (at >= elements) break;
-        const Vec16 g = load16(static_cast<const byte*>(gate) + {{ bytes }} * at);
-        const Vec16 w = load16(static_cast<const byte*>(weight) + {{ bytes }} * (at % {{ plan.problem.n }}));
+{% call loads.each_vector("gate") %}
+        const i64 here = at + {{ vector_at }};
+        if (here >= elements) break;
+        const Vec16 by = load16(static_cast<const byte*>(weight) + {{ bytes }} * (here % {{ plan.problem.n }}));
         Vec16 sum;
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            sum.word[word] = add<T>(p[4 * i + word], g.word[word]);
-            const u32 t = sum.word[word], v = w.word[word];
-            p[4 * i + word] = pack<T>(low<T>(t) * low<T>(v), high<T>(t) * high<T>(v));
+        for (int w = 0; w < 4; ++w) {
+            sum.word[w] = add<T>(p[4 * i + w], v.word[w]);
+            const u32 t = sum.word[w], u = by.word[w];
+            p[4 * i + w] = pack<T>(low<T>(t) * low<T>(u), high<T>(t) * high<T>(u));
         }
-        store16(static_cast<byte*>(total) + {{ bytes }} * at, sum);
-    }
+        store16(static_cast<byte*>(total) + {{ bytes }} * here, sum);
+{% endcall %}
 }
 {% endmacro %}
 """
@@ -332,7 +328,7 @@ def test_a_source_is_found_loaded_and_proven(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
     source = codegen.render(build_plan(problem, Space(problem, ARCH).seeds()[0], ARCH))
-    wrong = replace(source, text=source.text.replace("add<T>(p[4 * i + word], g.word[word])", "p[4 * i + word]"))
+    wrong = replace(source, text=source.text.replace("add<T>(p[4 * i + w], v.word[w])", "p[4 * i + w]"))
     assert wrong.text != source.text
     for each, right in ((source, True), (wrong, False)):
         kernel: Any = Emulated(problem, each, compile_host([each]))

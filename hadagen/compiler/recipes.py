@@ -161,8 +161,10 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
     for (i, source), (kernel, key) in zip(sources.items(), made, strict=True):
         if isinstance(kernel, BuildFailure | NotTried):
             why = kernel.summary if isinstance(kernel, BuildFailure) else kernel.reason
-            said = f"NVRTC {library.release} cannot compile {source.entry} for {compiled_for.nvcc_arch}: {why}"
-            results[i] = ToolchainError(f"{said}; install another version of it")
+            results[i] = ToolchainError(
+                f"NVRTC {library.release} cannot compile {source.entry} for {compiled_for.nvcc_arch}: {why}; install "
+                "another version of it"
+            )
         else:
             results[i] = kernel.cubin if known else kernel.ptx
             _keep("recipes", _index_key(recipes[i], target), [key, name])

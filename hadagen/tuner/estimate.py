@@ -103,8 +103,7 @@ class EstimateRunner:
         """
         waiting = iter(variants)
         while some := list(islice(waiting, BUILT_AT_ONCE)):
-            early = self._arch.starts_early
-            plans = [plan_of(c.problem, Knobs.from_dict(c.knobs), starts_early=early) for c in some]
+            plans = [plan_of(c.problem, Knobs.from_dict(c.knobs), starts_early=self._arch.starts_early) for c in some]
             sources = [render(plan) for plan in plans]
             module = self._compile_all(sources)
             for variant, plan, source in zip(some, plans, sources, strict=True):
@@ -150,8 +149,11 @@ class EstimateRunner:
                 trial = replace(trial, timings=timings(estimate, variant.problem, self._arch))
             else:
                 found, allowed = told_apart(errors[worst], bound)
-                detail = f"relative error {found} for {worst} inputs is above {allowed}"
-                trial = replace(trial, outcome=Outcome.WRONG_ANSWER, detail=detail)
+                trial = replace(
+                    trial,
+                    outcome=Outcome.WRONG_ANSWER,
+                    detail=f"relative error {found} for {worst} inputs is above {allowed}",
+                )
         self._patience.worked()
         return replace(trial, seconds=time.monotonic() - started)
 
