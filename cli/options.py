@@ -305,13 +305,13 @@ def _product(
         by_default = (dtype == DType.FLOAT32.value and source_of_dtypes is ParameterSource.DEFAULT) or (
             rows is Rows.PITCHED and pitched is None
         )
-        if not by_default or (of.order == 1 and (form["to"] is None or rows is Rows.CONTIGUOUS)):
+        if not by_default or (not of.has_matrix and (form["to"] is None or rows is Rows.CONTIGUOUS)):
             _check_rows(of, rows)
             yield Problem.of(of.n, dtype, kind, rows, order=of.order, **form)
 
 
 def _check_rows(transform: Transform, rows: Rows) -> None:
-    if transform.order > 1 and rows is Rows.PITCHED:
+    if transform.has_matrix and rows is Rows.PITCHED:
         raise UsageError(
             f"n = {transform.n} takes a matrix of order {transform.order}, and there are no kernels for pitched rows "
             "with a matrix; leave out --pitched"
@@ -325,7 +325,7 @@ def parse_transform(n: int, k: str = AUTO) -> Transform:
         two. Raises `UsageError` for any other k, and if n and K are not supported together.
     """
     order = _order_of(n, k)
-    if k == AUTO and order > 1:
+    if k == AUTO:
         order = kernel_order(order, n // order)
     return Transform(n, order)
 

@@ -312,14 +312,14 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
     on any GPU, or are estimates if no winner of the problem was measured. A problem without winners gets the winners of
     its other numerics if its result is quantized, and with a matrix the winners of the most similar problem."""
     from hadagen.plan.knobs import Knobs
-    from hadagen.tuner.search import nearest_matrices
+    from hadagen.runtime.guesses import nearest_problems
 
     here = [bundle for bundle in bundles.known() if bundle.arch == arch.name]
     tuned = {problem for bundle in here for problem in bundle.problems()}
     like = dict(zip(problems, problems, strict=True))
     for problem in like.keys() - tuned:
         others = [problem.with_io(numerics=each) for each in Numerics] if problem.io.form else []
-        others += nearest_matrices(problem, tuned) if problem.order > 1 else []
+        others += nearest_problems(problem, tuned) if problem.transform.has_matrix else []
         like[problem] = next((other for other in others if other in tuned), problem)
     cells: dict[Problem, dict[Provenance, Counter[Knobs]]]
     cells = {problem: {provenance: Counter() for provenance in Provenance} for problem in like.values()}

@@ -1,7 +1,5 @@
 """Tensors on a GPU, what their transform is and how far off it may be, and the kernels that do it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

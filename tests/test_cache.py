@@ -1,7 +1,5 @@
 """The cache: every input reaches the key, an entry is whole or absent, and any number of processes may share it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

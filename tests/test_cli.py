@@ -1,7 +1,5 @@
 """The command line as a whole: its help, how it reads its arguments, and what needs no extra."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

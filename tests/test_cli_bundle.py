@@ -1,7 +1,5 @@
 """`hadagen bundle`: winners made a bundle of, listed, shown, verified, exported, merged and signed."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Kernels against each other and against other libraries: who is timed, what counts, and what noise cannot do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -296,8 +294,7 @@ def test_products_compute_what_our_kernels_do(n: int, dtype: DType) -> None:
 def test_rows_lie_between_the_element_counts_that_are_timed(problem: Problem, counts: int) -> None:
     rows, n = rows_between(problem, counts), problem.n
     buckets = element_buckets(problem)
-    assert len(rows) == counts
-    assert rows == sorted(set(rows))
+    assert (len(rows), rows) == (counts, sorted(set(rows)))
     assert all(count % 2 for count in rows)
     assert buckets[0] < rows[0] * n
     assert rows[-1] * n < buckets[-1]

@@ -1,7 +1,5 @@
 """Other projects' functions by their own names: arguments, defaults, results, aliasing, padding, gradients."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """The documents: their numbers and figures are those of the committed data, and what they name is there."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Every call that takes tensors gives a result or one sentence for tensors of any kind, in place of each of them."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 

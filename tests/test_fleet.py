@@ -1,7 +1,5 @@
 """`hadagen tune --fleet` on a real Dask cluster, whose GPUs are those of the emulator, and who can reach a fleet."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings
@@ -55,8 +53,7 @@ def test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does(cl
     assert sorted(finished) == [f"n64-float16-fast on Emulated {letter}: 4 trials" for letter in "AB"]
     with Store.open(database) as store:
         tried = Counter((trial.environment.gpu, str(trial.knobs)) for trial in store.trials(blobs=False))
-    assert len(tried) == 8
-    assert set(tried.values()) == {1}
+    assert (len(tried), set(tried.values())) == (8, {1})
 
 
 def test_without_a_scheduler_or_a_gpu_there_is_a_sentence(

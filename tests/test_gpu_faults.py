@@ -4,8 +4,6 @@ those of a tune without them.
     python -m pytest tests/test_gpu_faults.py --figures docs/data
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measuring on a GPU: the environment, the yardstick, a right kernel, wrong kernels and broken ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,18 +101,6 @@ def test_environment() -> None:
     assert environment.cuda
 
 
-def test_a_right_kernel_is_timed_everywhere(bench: Bench) -> None:
-    trial = bench.trial(bench.right)
-    assert (trial.outcome, trial.detail) == (Outcome.OK, "")
-    assert set(trial.errors) == set(INPUT_CLASSES)
-    timed = [Cell.of(t) for t in trial.timings]
-    assert timed == list(all_cells(PROBLEM, trial.environment.l2_bytes))
-    for timing in trial.timings:
-        assert 0 < timing.us_low <= timing.us <= timing.us_high
-        assert 0.05 < timing.fraction_of_copy < 2.0
-    assert trial.environment.nvcc == trial.kernel.nvcc
-
-
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("rows", Rows)
 def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
@@ -125,10 +111,11 @@ def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
     plan = build_plan(problem, knobs, ARCH)
     (kernel,) = build(render(plan))
     trial = bench.trial(Variant(problem, knobs.to_dict(), kernel))
-    assert (trial.outcome, trial.detail) == (Outcome.OK, "")
-    timed = [Cell.of(t) for t in trial.timings]
-    assert timed == list(all_cells(problem, trial.environment.l2_bytes))
-    assert all(0.02 < timing.fraction_of_copy < 2.0 for timing in trial.timings)
+    assert (trial.outcome, trial.detail, set(trial.errors)) == (Outcome.OK, "", set(INPUT_CLASSES))
+    assert [Cell.of(t) for t in trial.timings] == list(all_cells(problem, trial.environment.l2_bytes))
+    for timing in trial.timings:
+        assert 0 < timing.us_low <= timing.us <= timing.us_high
+        assert 0.02 < timing.fraction_of_copy < 2.0
     largest = max(trial.timings, key=lambda timing: timing.copy_us)
     assert 2e3 < buffer_bytes(problem, largest.elements) * 2 / largest.copy_us / 1e3 < 1e4  # GB/s, read and written
 

@@ -1,7 +1,5 @@
 """The quantizer on a GPU gives the bits that it gives on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the emulator is built from: both headers offer the same, and whatever is wrong with a compiler is a sentence."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """What other libraries do with the buffers of a `Rotation`: it stays the same map, or one sentence says why not."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

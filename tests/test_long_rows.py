@@ -1,7 +1,5 @@
 """Rows of 65536 and 131072, which are spread over a cluster: they have winners, and these are right."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

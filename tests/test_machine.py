@@ -1,7 +1,5 @@
 """The machine under the emulator: handwritten kernels that use its primitives rightly or wrongly, and its report."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 
@@ -32,8 +30,7 @@ from hadagen.problem.problem import DType
 def transposed(x: Bits) -> Bits:
     """Register w of lane l = 4·row + q holds elements 8·l + 2·w and the next: row `row`, columns 2·q and the next."""
     matrices = x.reshape(-1, 8, 4, 4, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 4, 8, 8).swapaxes(2, 3)
-    result: Bits = matrices.reshape(-1, 4, 8, 4, 2).transpose(0, 2, 3, 1, 4)
-    return result
+    return matrices.reshape(-1, 4, 8, 4, 2).transpose(0, 2, 3, 1, 4)
 
 
 def lower_lanes(x: Bits) -> Bits:

@@ -1,7 +1,5 @@
 """The machine under the emulator: its arithmetic, value by value."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Kernels of transforms with a matrix or signs: their plans in float64, and the emitted source on the emulator."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

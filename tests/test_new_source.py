@@ -1,7 +1,5 @@
 """A prologue that no module knows: a tensor like x, a vector of n and a second output, all in this file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,15 +10,18 @@ from typing import Any
 import jinja2
 import pytest
 import torch
+from real_compilers import needs_compiler
 from spaces import ARCH
 from test_laws import EmulatedLaunch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from hadagen import Match, TensorError, best_config, hadamard_transform
+from hadagen import Match, TensorError, best_config, hadamard_transform, warmup
 from hadagen.compiler import codegen, recipes
 from hadagen.compiler.emulator import compile_host, verification_rows, verify
+from hadagen.compiler.toolchain import Toolchain
 from hadagen.errors import UsageError
-from hadagen.measure import Cell, timing
+from hadagen.measure import Cell, copy_sources, timing
+from hadagen.measure.messages import Answer, Measure
 from hadagen.measure.verify import Verifier
 from hadagen.plan.costmodel import Estimate
 from hadagen.plan.space import Space, build_plan
@@ -38,24 +39,22 @@ from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE
 
 BLOCK = """
+{% import "loads.cu.j2" as loads with context %}
 {% macro made_up(step, p, f, chunks) %}
 {
-    const i64 first = {{ share }} + load_at;
-#pragma unroll
-    for (int i = 0; i < vectors; ++i) {
-        const i64 at = first + {{ vector_at }};
-        if (at >= elements) break;
-        const Vec16 g = load16(static_cast<const byte*>(gate) + {{ bytes }} * at);
-        const Vec16 w = load16(static_cast<const byte*>(weight) + {{ bytes }} * (at % {{ plan.problem.n }}));
+{% call loads.each_vector("gate") %}
+        const i64 here = at + {{ vector_at }};
+        if (here >= elements) break;
+        const Vec16 by = load16(static_cast<const byte*>(weight) + {{ bytes }} * (here % {{ plan.problem.n }}));
         Vec16 sum;
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            sum.word[word] = add<T>(p[4 * i + word], g.word[word]);
-            const u32 t = sum.word[word], v = w.word[word];
-            p[4 * i + word] = pack<T>(low<T>(t) * low<T>(v), high<T>(t) * high<T>(v));
+        for (int w = 0; w < 4; ++w) {
+            sum.word[w] = add<T>(p[4 * i + w], v.word[w]);
+            const u32 t = sum.word[w], u = by.word[w];
+            p[4 * i + w] = pack<T>(low<T>(t) * low<T>(u), high<T>(t) * high<T>(u));
         }
-        store16(static_cast<byte*>(total) + {{ bytes }} * at, sum);
-    }
+        store16(static_cast<byte*>(total) + {{ bytes }} * here, sum);
+{% endcall %}
 }
 {% endmacro %}
 """
@@ -329,7 +328,7 @@ def test_a_source_is_found_loaded_and_proven(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
     source = codegen.render(build_plan(problem, Space(problem, ARCH).seeds()[0], ARCH))
-    wrong = replace(source, text=source.text.replace("add<T>(p[4 * i + word], g.word[word])", "p[4 * i + word]"))
+    wrong = replace(source, text=source.text.replace("add<T>(p[4 * i + w], v.word[w])", "p[4 * i + w]"))
     assert wrong.text != source.text
     for each, right in ((source, True), (wrong, False)):
         kernel: Any = Emulated(problem, each, compile_host([each]))
@@ -358,3 +357,36 @@ def test_a_source_that_nobody_knows_is_refused() -> None:
     _, tensors, after = call_of(KEYS[0])
     with pytest.raises(UsageError, match="prologue 'made_upp' is not known; did you mean made_up"):
         rotate_after(tensors[0], Before("made_upp"), after)
+
+
+@pytest.mark.gpu
+@needs_compiler
+@pytest.mark.parametrize("key", KEYS)
+def test_a_source_is_verified_timed_and_called_on_a_gpu(key: str) -> None:
+    from hadagen.measure.service import DeviceService
+    from hadagen.measure.watch import Watch
+
+    problem, tensors, after = call_of(key)
+    toolchain = Toolchain.find()
+    (kernel,) = toolchain.build_all([codegen.render(build_plan(problem, Space(problem, ARCH).seeds()[0], ARCH))], ARCH)
+    stream = torch.cuda.current_stream()
+    try:
+        service = DeviceService(Watch(), 0, toolchain.build_all(copy_sources(), ARCH), None, 5)
+        answer = service.handle(Measure(problem, kernel, {}))
+    finally:
+        torch.cuda.set_stream(stream)
+    assert isinstance(answer, Answer)
+    assert (answer.outcome, answer.detail) == (Outcome.OK, "")
+    assert {timing.destination for timing in answer.timings} == {Destination.OUT_OF_PLACE}
+    assert all(0.02 < timing.fraction_of_copy < 1.5 for timing in answer.timings)
+    largest = max(answer.timings, key=lambda timing: timing.copy_us)
+    moved = Cell.of(largest).traffic(problem).footprint
+    assert 2e3 < moved / largest.copy_us / 1e3 < 6e3  # GB/s
+
+    rotation = {"to": "mxfp8"} if after.form else {}
+    assert warmup(problem.n, tensors[0].dtype, before="made_up", **rotation) > 0
+    on_gpu = [each.cuda() for each in tensors]
+    results = values_of(rotate_after(on_gpu[0], Before("made_up", tuple(on_gpu[1:])), after), after)
+    assert problem in {kind.problem for kind, _ in tables.found}
+    for found, exact in zip(results, values_of(exact_results(tensors, after), after), strict=True):
+        assert float((found.cpu().double() - exact.double()).norm() / exact.double().norm()) <= 4e-3

@@ -1,7 +1,5 @@
 """Steps that no module knows: a class and a template block are all there is to write, for what a kernel takes too."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

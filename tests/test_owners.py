@@ -1,7 +1,5 @@
 """Folders of bundles and of compiled kernels: used only if only the user and root could change what lies there."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`rotate_quantize`: the rotation and the quantizer are those of the parts; operators, shapes, and bad input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -329,8 +327,7 @@ def test_largest_magnitudes(
     values = R(x.float()).to(x.dtype if round_first else torch.float32).float().abs()
     wanted = values.unflatten(-1, (-1, group)).amax(-1) if group else values.amax(-1)
     found = rotate_quantize(x, R, **options)
-    assert found.codes.shape == (*x.shape[:-1], 0)
-    assert found.codes.dtype == torch.uint8
+    assert (found.codes.shape, found.codes.dtype) == ((*x.shape[:-1], 0), torch.uint8)
     assert found.scales.dtype == torch.float32
     assert torch.equal(found.scales, wanted)
     out = rotate_quantize(torch.zeros_like(x), R, **options)
@@ -483,15 +480,6 @@ def test_permuted_rows_compile(dynamic: bool, backend: str) -> None:
             assert mine.stride() == wanted.stride()
 
 
-def test_it_compiles_without_a_break() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        first = rotate_quantize(x + 1, R, to="mxfp4", layout="swizzled")
-        return first.dequantize() + rotate_quantize(x, 64, to="int8-row").dequantize()
-
-    x = normal(7, N)
-    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
-
-
 @pytest.mark.parametrize("as_scale", [float, torch.tensor])
 def test_one_compiled_call_takes_every_scale(as_scale: Callable[[float], Any]) -> None:
     def model(x: torch.Tensor, scale: Any) -> torch.Tensor:
@@ -537,7 +525,6 @@ def test_gradients_are_those_of_the_rotation_but_where_values_are_clipped(name: 
     elif rule in ("floor", "even"):  # whose scales may be too small for the largest
         scales = torch.exp2(found.scales.float() - 127).repeat_interleave(32, -1)
         kept = (y.abs() / scales <= {"mxfp8": 464, "mxfp4": 7}[name]).float()
-    assert x.grad is not None
     assert torch.allclose(x.grad, R.inverse(g * kept) * 0.5, atol=1e-6)
 
 

@@ -1,7 +1,5 @@
 """The quantizer in PyTorch gives the codes and scales of the exact definitions, bit for bit, and layouts are undone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

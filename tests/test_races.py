@@ -1,7 +1,5 @@
 """Near-ties are raced, and a race decides which kernel wins and by how much."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Recipes: compiled where they are called, once, and found again without generator and compiler."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

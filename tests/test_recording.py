@@ -1,7 +1,5 @@
 """Recordings: every legal variant within cut ranges, kept as it is measured, read back, and searched again."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
@@ -525,8 +523,7 @@ def test_a_curve_says_what_was_found_when() -> None:
     short = Field.of(replace(recording, cells=cells, trials=tuple(trials[:2])))
     both = curve([field, short], [[[]], [[]]])
     worst = [12**-0.5, 4**-0.5]  # and so it stays where a search finds nothing, of the shorter one too
-    assert both.at_budget == pytest.approx(worst)
-    assert both.values == pytest.approx([geometric_mean(worst)] * 3)
+    assert (both.at_budget, both.values) == (pytest.approx(worst), pytest.approx([geometric_mean(worst)] * 3))
 
 
 @pytest.mark.parametrize(("variants", "budget"), [(59, 59), (61, 60), (600, 60), (601, 61), (6000, 600)])
@@ -553,8 +550,7 @@ def test_a_search_is_judged_by_the_best_of_knobs_that_are_gone_too() -> None:
     faster = tuple(replace(timing, us=timing.us / 2) for timing in best.timings)
     former = replace(best, knobs={**best.knobs, "store": "streaming"}, timings=faster)
     judged = Field.of(replace(field.recording, former=(former,)))
-    assert judged.trials == field.trials
-    assert judged.best == {**field.best, **times_of(former)}
+    assert (judged.trials, judged.best) == (field.trials, {**field.best, **times_of(former)})
     assert judged.worst == field.worst
 
 

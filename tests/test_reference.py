@@ -1,7 +1,5 @@
 """Bits and reference: what everything else is compared with, compared with slower or other people's versions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

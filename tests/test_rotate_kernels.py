@@ -1,7 +1,5 @@
 """What a rotation hands to a kernel that does all of it, and when there is none; by `EmulatedDevice`, without a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -333,7 +331,6 @@ def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) 
     problem = Problem.parse(key)
     space = Space(problem, load_arch("sm90"))
     knobs = space.closest(Knobs())
-    assert knobs is not None
     source = render(build_plan(problem, knobs, space.arch))
     module = compile_host([source])
     x = normal(5, problem.n, dtype=HALF)

@@ -1,7 +1,5 @@
 """What runs trials: a worker process and its runner, and the replay of what was recorded."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

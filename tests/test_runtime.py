@@ -1,7 +1,5 @@
 """`hadamard_transform` in plain PyTorch, and its checks. No GPU needed."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from itertools import product

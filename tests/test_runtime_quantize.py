@@ -1,7 +1,5 @@
 """What `rotate_quantize` hands to its kernels, by `EmulatedDevice`, without a GPU."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`ci/sanitize.py` without a GPU: what it launches, on the emulator, and what it makes of the tools' output."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Signatures: what they cover, which keys make them, and calls that insist on one."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import warnings
@@ -47,7 +45,7 @@ def signed(keys: tuple[Path, Path]) -> Path:
     return path
 
 
-def best() -> hadagen.Best:
+def best() -> hadagen.BestConfig:
     return hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
 
 

@@ -1,7 +1,5 @@
 """The store: what goes in comes out, whoever else has the file open, from whatever file or URL, and of every schema."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -239,8 +237,7 @@ def test_a_url_opens_the_same_database(path: Path) -> None:
         store.record(make_trial())
         assert store.place == str(path)
     with Store.open(path) as store:
-        assert store.trials() == [make_trial()]
-        assert store.url == f"sqlite:///{path}"
+        assert (store.trials(), store.url) == ([make_trial()], f"sqlite:///{path}")
 
 
 def test_no_quoted_option_has_a_password() -> None:
@@ -390,8 +387,7 @@ def test_an_upgrade_gives_kernels_the_names_of_today(first: Path) -> None:
         old.execute("DELETE FROM hadagen_kernels WHERE id = 1")
     with Store.open(first) as store:
         assert store.checked()
-        assert store.trials()[0] == make_trial()
-        assert store.kernel(kernel.digest) == kernel
+        assert (store.trials()[0], store.kernel(kernel.digest)) == (make_trial(), kernel)
     with closing(sqlite3.connect(first)) as new:
         assert new.execute("SELECT digest FROM hadagen_kernels").fetchall() == [(kernel.digest,)]
 

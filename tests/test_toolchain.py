@@ -1,7 +1,5 @@
 """The toolchain: with real compilers where they are, and with scripts that play broken ones."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -172,8 +170,7 @@ def test_builders_of_one_kernel_agree(tools: Toolchain, arch: Arch) -> None:
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda _: tools.build([source("copy", COPY)], arch, jobs=1), range(3)))
     assert results[0] == results[1] == results[2]
-    assert len(os.listdir(tools.cache.root / "kernels")) == 1
-    assert os.listdir(tools.cache.root / "work") == []
+    assert (len(os.listdir(tools.cache.root / "kernels")), os.listdir(tools.cache.root / "work")) == (1, [])
 
 
 def test_a_full_disk_is_not_taken_for_a_wrong_source(
@@ -272,8 +269,7 @@ def test_nvcc_is_looked_for_on_path_then_cuda_home_then_wheels(monkeypatch: pyte
     assert Nvcc.find().path == str(home)
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
     found = Nvcc.find()
-    assert found.path == str(path)
-    assert found.version == "Cuda compilation tools, release 13.0, V13.0.88"
+    assert (found.path, found.version) == (str(path), "Cuda compilation tools, release 13.0, V13.0.88")
     assert found.release == "13.0.88"
 
 

@@ -1,7 +1,5 @@
 """Winners for archs without measurements: how they are made, chosen and shown, and those that are shipped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Winners and portfolios: laws over arbitrary trials, what may and may not win, and bundles that are merged."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Sequence

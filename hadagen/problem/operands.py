@@ -162,6 +162,10 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     return padded.view(count, 2, 8, count, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6).flatten()
 
 
+def _has_matrix(problem: Problem) -> bool:
+    return problem.transform.has_matrix
+
+
 def _packed_matrix(problem: Problem, matrix: NDArray[Any]) -> NDArray[Any]:
     import torch
 
@@ -223,7 +227,7 @@ def _sample_scales(problem: Problem, units: int, random: np.random.Generator) ->
     return sample_scales(problem.io.form, units).reshape(-1)
 
 
-MATRIX = Operand("matrix", lambda problem: problem.order > 1, _random_matrix, _packed_matrix)
+MATRIX = Operand("matrix", _has_matrix, _random_matrix, _packed_matrix)
 SIGNS = tuple(Operand(name, _is_signed, _random_signs, is_optional=True) for name in ("signs_before", "signs_after"))
 SCALES = Operand("scales", _has_scales, None, numbers=_numbers_of_layout)
 TENSOR_SCALE = Operand("tensor_scale", _needs_scale, _sample_scales, numbers=_numbers_of_heads)

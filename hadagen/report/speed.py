@@ -99,7 +99,7 @@ def speed_over_n(winners: Iterable[BundleEntry]) -> list[OverN]:
             problem = time.entry.problem
             key = _shown(time.entry), series_name(problem), where
             found[key][problem.n].append(time.fraction)
-            if problem.order > 1:
+            if problem.transform.has_matrix:
                 with_matrix.add(key)
     return [
         OverN(

@@ -191,7 +191,7 @@ def best_config(
     else:
         problem = as_problem(n)
         problem = replace(problem, transform=replace(problem.transform, **said))
-    if said.get("order") and problem.order > 1:
+    if "order" in said:
         of_kernels = kernel_order(problem.order, problem.length)
         problem = replace(problem, transform=replace(problem.transform, order=of_kernels))
     target = find_device(device, arch)

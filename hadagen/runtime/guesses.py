@@ -17,7 +17,8 @@ from hadagen.tuning_db.bundle import Bundle, BundleEntry
 def may_be_guessed(problem: Problem) -> bool:
     """Whether it has contiguous rows, and a matrix, signs, a format or a prologue, so that a rotation or a quantizer
     may ask for it."""
-    special = problem.order > 1 or problem.transform.signed or problem.io.form is not None or problem.prologue
+    of = problem.transform
+    special = of.has_matrix or of.signed or problem.io.form is not None or problem.prologue
     return problem.io.rows is Rows.CONTIGUOUS and bool(special)
 
 
@@ -33,7 +34,8 @@ def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem
         return apart, other.io != problem.io, other.prologue != problem.prologue, signs_differ, other
 
     def is_similar(other: Problem) -> bool:
-        alike = (other.order > 1) == (problem.order > 1) and other.prologue in ("", problem.prologue)
+        same = other.transform.has_matrix is problem.transform.has_matrix
+        alike = same and other.prologue in ("", problem.prologue)
         return alike and _apart(other.io, problem.io) is not None
 
     return sorted(set(filter(is_similar, known)) - {problem}, key=distance)

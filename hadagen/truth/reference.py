@@ -24,7 +24,9 @@ def verification_scale(problem: Problem) -> float:
     and the same error of up to half of a last place.
     """
     scale = float(problem.n**-0.5)
-    return scale if problem.order == 1 else float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
+    if not problem.transform.has_matrix:
+        return scale
+    return float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
 
 
 def exact_results(problem: Problem, x: Reals, scale: float, operands: OperandValues) -> tuple[Reals, dict[str, Reals]]:
@@ -51,7 +53,7 @@ def transform(problem: Problem, x: Reals, scale: float, operands: OperandValues)
         return 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little").astype(np.float64)
 
     y = hadamard((x * signs("signs_before")).reshape(-1, problem.length), scale)
-    if problem.order > 1:
+    if problem.transform.has_matrix:
         y = operands["matrix"].astype(np.float64) @ y.reshape(-1, problem.order, problem.length)
     return _renumbered(problem, y.reshape(x.shape)) * signs("signs_after")
 
@@ -99,7 +101,7 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
         random.standard_normal(shape) * runs,
         large,
     )
-    dtype, plain = problem.io.input, problem.order == 1 and not problem.transform.signed
+    dtype, plain = problem.io.input, not (problem.transform.has_matrix or problem.transform.signed)
     return {
         name: decode(dtype, encode(dtype, reals))
         for name, reals in zip(INPUT_CLASSES, values, strict=True)

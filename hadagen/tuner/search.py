@@ -30,7 +30,7 @@ from hadagen.measure import Runner
 from hadagen.plan.arch import Arch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space
-from hadagen.problem.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable, difference
+from hadagen.problem.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable
 from hadagen.problem.trial import Outcome, Trial, knobs_key
 from hadagen.runtime.guesses import nearest_problems
 from hadagen.tuner.estimate import shortlist
@@ -397,9 +397,7 @@ class _Search:
         nearby = [problem.parent] if problem.parent else []
         if study.asked % NEIGHBORS_TURN == 0 and not self._estimated:
             nearby += _neighbors(problem)
-            if problem.order > 1:
-                nearby += nearest_matrices(problem, {*self._studies, *self._stored})[:NEAREST]
-            elif problem.io.form:
+            if problem.transform.has_matrix or problem.io.form:
                 nearby += nearest_problems(problem, {*self._studies, *self._stored})[:NEAREST]
         return _by_turns(most_often_best(self._best_by_cell(neighbor)) for neighbor in nearby)
 
@@ -456,12 +454,6 @@ def _neighbors(problem: Problem) -> list[Problem]:
         ),
     ]
     return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]
-
-
-def nearest_matrices(problem: Problem, others: Iterable[Problem]) -> list[Problem]:
-    """Those of the other problems that have a matrix too and the same io, the nearest first."""
-    alike = {other for other in others if other.order > 1 and other.io == problem.io} - {problem}
-    return sorted(alike, key=lambda other: (difference(problem, other), other))
 
 
 def _is_like_its_parent(problem: Problem) -> bool:
