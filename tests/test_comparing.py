@@ -281,8 +281,7 @@ def test_products_compute_what_our_kernels_do(n: int, dtype: DType) -> None:
     for each in found:
         errors = verifier.errors_of(partial(comparing._transform, each, problem), problem)
         assert 0 < max(errors.values()) <= problem.with_io(numerics=Numerics.FAST).error_bound
-    signed = Problem.of(n, dtype, order=problem.order, signed=True)
-    assert peers.serving(signed, torch.device("cpu")) == []
+    assert peers.serving(Problem.of(n, dtype, order=problem.order, signed=True), torch.device("cpu")) == []
     assert peers.serving(Problem.of(256, dtype), torch.device("cpu")) == [library, orthonormal]
 
 
@@ -308,8 +307,7 @@ def test_rows_lie_between_the_element_counts_that_are_timed(problem: Problem, co
 
 def rank(us: Callable[[str, Cache, int], float], names: str, monkeypatch: pytest.MonkeyPatch, chosen: int = 0) -> Any:
     stopwatch = FakeStopwatch(us)
-    kernels = tuple(kernel(name) for name in names.split())
-    request = Rank(PROBLEM, kernels, (Choice(chosen, BOTH),))
+    request = Rank(PROBLEM, tuple(kernel(name) for name in names.split()), (Choice(chosen, BOTH),))
     ranking = make_comparer(stopwatch, monkeypatch).rank(request)
     (result,) = ranking.results
     return ranking, result, stopwatch

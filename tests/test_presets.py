@@ -173,8 +173,7 @@ def test_a_default_device_changes_nothing() -> None:
 
 
 def test_values_that_are_not_finite_are_no_error() -> None:
-    x = torch.full((2, 16), torch.inf)
-    assert presets.transformer_engine_nvfp4(x).codes.shape == (2, 8)
+    assert presets.transformer_engine_nvfp4(torch.full((2, 16), torch.inf)).codes.shape == (2, 8)
 
 
 SIGNED = (presets.convrot_int8, presets.convrot_int4, presets.transformer_engine_nvfp4)

@@ -292,8 +292,7 @@ def test_batches_and_modes_see_the_operator(device: EmulatedDevice) -> None:
 
 def test_a_scale_beyond_the_fast_kernel_takes_the_accurate_one(device: EmulatedDevice) -> None:
     r, x = signed(224), normal(3, 224, dtype=HALF)
-    of = r.operands_for(x, 1.0)._replace(scale=1e-9, numerics="fast")
-    rotate_operator.ROTATE.functional(x, *of)
+    rotate_operator.ROTATE.functional(x, *r.operands_for(x, 1.0)._replace(scale=1e-9, numerics="fast"))
     assert device.ran() == ["n224-k28-signed-float16-accurate"]
 
 
@@ -330,8 +329,7 @@ def test_functions_of_other_projects_take_these_kernels(device: EmulatedDevice) 
 def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) -> None:
     problem = Problem.parse(key)
     space = Space(problem, load_arch("sm90"))
-    knobs = space.closest(Knobs())
-    source = render(build_plan(problem, knobs, space.arch))
+    source = render(build_plan(problem, space.closest(Knobs()), space.arch))
     module = compile_host([source])
     x = normal(5, problem.n, dtype=HALF)
     for transposed in (False, True):

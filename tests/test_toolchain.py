@@ -433,8 +433,7 @@ def test_only_a_whole_cubin_is_one(tools: Toolchain, arch: Arch) -> None:
     cubin = kernel.cubin
     assert is_cubin(cubin)
     assert not any(map(is_cubin, (b"", cubin[:-1], cubin[:64], cubin[:40], b"\x7fELF", bytes(200), cubin[1:])))
-    host = Path(os.path.realpath("/proc/self/exe")).read_bytes()
-    assert not is_cubin(host)
+    assert not is_cubin(Path(os.path.realpath("/proc/self/exe")).read_bytes())
 
 
 # ---- the disassembler ------------------------------------------------------------------------------------------------
