@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from measure_sample import ALL_PROBLEMS
+from test_runners import FakeService
 
 from hadagen.errors import DeviceError, UsageError
 from hadagen.gpu.driver import DoesNotFit
@@ -24,7 +25,7 @@ from hadagen.measure.verify import Verifier
 from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 from hadagen.problem.regimes import Cache, Destination, element_buckets, timed_rows
-from hadagen.problem.trial import Environment, Kernel, Outcome
+from hadagen.problem.trial import Kernel, Outcome
 from hadagen.runtime import plain_transform
 
 L2 = 50 << 20
@@ -366,12 +367,7 @@ def test_few_finalists_race(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- through the worker ----------------------------------------------------------------------------------------------
-class FakeService:
-    greeting = Environment(gpu="Stand-in", l2_bytes=L2)
-
-    def __init__(self, *_: object) -> None:
-        pass
-
+class ComparingService(FakeService):
     def handle(self, request: Compare | Rank) -> Any:
         if isinstance(request, Compare):
             assert all(kernel.source == "" for _, kernel in request.kernels)
@@ -381,15 +377,12 @@ class FakeService:
             return Comparison(tuple(Answer(Outcome.OK, "") for _ in request.kernels), {}, times)
         return Ranking((), tuple(ChoiceResult(choice.chosen, 1.0, 1.0, 0.0) for choice in request.choices))
 
-    def is_usable(self) -> bool:
-        return True
-
 
 def test_a_runner_compares_and_ranks() -> None:
     ours, fast, other = (
         Variant(problem, {}, kernel("k")) for problem in (PROBLEM, FAST, Problem.of(2, DType.FLOAT16, Numerics.FAST))
     )
-    with DeviceRunner(0, [kernel("copy")], make_service=FakeService) as runner:
+    with DeviceRunner(0, [kernel("copy")], make_service=ComparingService) as runner:
         comparison = runner.compare([ours, fast], [(HOT, [0, 1]), (COLD, [1])])
         assert [times.kernels for times in comparison.times] == [{0: 2.0, 1: 2.0}, {1: 2.0}]
         assert runner.rank([ours, ours], [Choice(1, BOTH)]).results == (ChoiceResult(1, 1.0, 1.0, 0.0),)

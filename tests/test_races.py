@@ -54,7 +54,6 @@ def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
     raced = [event for event in events if isinstance(event, PairRaced)]
     assert report.raced == sum(len(event.margins) for event in raced) > 0
     for a, b, cells in runner.races:
-        assert b.kernel
         assert a.kernel.cubin
         assert a.problem == b.problem
         assert {(cell.elements, cell.cache) for cell in cells} <= set(CELLS)
