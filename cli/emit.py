@@ -11,12 +11,15 @@ from hadagen.cli import options
 from hadagen.cli.device import find_toolchain
 from hadagen.cli.output import print_json, print_table
 from hadagen.errors import UsageError
+from hadagen.gpu.driver import DEFAULT_SHARED_BYTES
+from hadagen.problem.launch import PORTABLE_CLUSTER, Source
 from hadagen.problem.problem import Problem
+from hadagen.problem.scale import scale_word
+from hadagen.runtime.best import best_config
 
 if TYPE_CHECKING:
     from hadagen.plan.arch import Arch
     from hadagen.plan.plan import Plan
-    from hadagen.problem.launch import Source
 
 LARGE_ELEMENTS = 1 << 26
 # What the scale word of a kernel holds, by form.
@@ -81,11 +84,8 @@ def emit(
 
 def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     """The head of a file that compiles alone: how to compile and launch it."""
-    from hadagen.gpu.driver import DEFAULT_SHARED_BYTES
-    from hadagen.problem.launch import PORTABLE_CLUSTER
-    from hadagen.problem.scale import scale_word
-
-    n, launch = plan.problem.n, source.launch
+    of, launch = plan.problem.transform, source.launch
+    n = of.n
     tiles = f"ceil(elements / {launch.tile_elements})"
     if launch.persistent:
         tiles = f"min({tiles}, as many as the GPU holds at once)"
@@ -109,16 +109,16 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
         f"  elements    rows * {n}",
         f"  scale_word  {SCALE_WORDS[form].format(half=half)};",
         f"              0x{scale_word(launch.scale_form, n**-0.5):08x} makes the transform orthonormal"
-        + (", if the matrix is Hadamard's" if plan.problem.order > 1 else ""),
+        + (", if the matrix is Hadamard's" if of.has_matrix else ""),
     ]
     if launch.reads_rows:
         lines.append("  columns, x_pitch, y_pitch  elements of a row, and between the starts of two rows")
-    if order := plan.problem.order if plan.problem.order > 1 else 0:
+    if of.has_matrix:
         lines += [
-            f"  matrix      device address of A: y = A X H, where X [{order}, {plan.problem.length}] is a row of x;",
+            f"  matrix      device address of A: y = A X H, where X [{of.order}, {of.length}] is a row of x;",
             "              hadagen.problem.operands.ENTRY_BYTES says how its entries, -1, 0 and 1, lie there",
         ]
-    if plan.problem.transform.signed:
+    if of.signed:
         lines += [
             f"  signs_before, signs_after  device addresses of {-(-n // 8)} bytes each: bit i % 8 of byte i / 8 is 1",
             "              where element i is negated, of x and of y; null for no signs",
@@ -151,7 +151,6 @@ def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> P
     """
     from hadagen.plan.knobs import Knobs
     from hadagen.plan.space import Space, build_plan
-    from hadagen.runtime.best import best_config
 
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
     default = Knobs.like(winner.knobs) if winner.knobs else next(iter(Space(problem, arch).seeds()), None)

@@ -12,10 +12,11 @@ import click
 from hadagen.cli import options
 from hadagen.cli.output import print_json, print_table, report_failures, say
 from hadagen.errors import StorageError
+from hadagen.problem.trial import Trial
+from hadagen.runtime import bundles
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:
-    from hadagen.problem.trial import Trial
-    from hadagen.tuning_db.bundle import Bundle, BundleEntry
     from hadagen.tuning_db.store import Store
 
 
@@ -27,8 +28,6 @@ def list_(db: str | None, as_json: bool) -> None:
 
     If several bundles match a GPU equally well, calls use the first.
     """
-    from hadagen.runtime import bundles
-
     found, damaged = [], []
     for bundle in bundles.known():
         try:

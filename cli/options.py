@@ -21,10 +21,12 @@ from hadagen.problem.formats import FORMATS, Format
 from hadagen.problem.matrices import find_orders
 from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
 from hadagen.problem.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
+from hadagen.problem.trial import Environment
+from hadagen.report.names import short_count
 from hadagen.runtime.bundles import user_directory
+from hadagen.tuning_db.table import check_table_place
 
 if TYPE_CHECKING:
-    from hadagen.problem.trial import Environment
     from hadagen.tuning_db.store import Store
 
 DEFAULT_ARCH = "sm90"
@@ -52,8 +54,6 @@ def within(least: float, most: float) -> Callable[[click.Context, click.Paramete
 
 def _checked_table(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     if path:
-        from hadagen.tuning_db.table import check_table_place
-
         check_table_place(path)
     return path
 
@@ -282,8 +282,7 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
                 for each in to or (None,)
                 for problem in _product(parse_sizes(n, k), dtype, numerics, pitched, source, {"to": each, **form})
             )
-            named = map(parse_problem, keys) if keys else told
-            command(problems=list(dict.fromkeys(named)), **others)
+            command(problems=list(dict.fromkeys(map(parse_problem, keys) if keys else told)), **others)
 
         return with_problems
 
@@ -306,13 +305,13 @@ def _product(
         by_default = (dtype == DType.FLOAT32.value and source_of_dtypes is ParameterSource.DEFAULT) or (
             rows is Rows.PITCHED and pitched is None
         )
-        if not by_default or (of.order == 1 and (form["to"] is None or rows is Rows.CONTIGUOUS)):
+        if not by_default or (not of.has_matrix and (form["to"] is None or rows is Rows.CONTIGUOUS)):
             _check_rows(of, rows)
             yield Problem.of(of.n, dtype, kind, rows, order=of.order, **form)
 
 
 def _check_rows(transform: Transform, rows: Rows) -> None:
-    if transform.order > 1 and rows is Rows.PITCHED:
+    if transform.has_matrix and rows is Rows.PITCHED:
         raise UsageError(
             f"n = {transform.n} takes a matrix of order {transform.order}, and there are no kernels for pitched rows "
             "with a matrix; leave out --pitched"
@@ -326,7 +325,7 @@ def parse_transform(n: int, k: str = AUTO) -> Transform:
         two. Raises `UsageError` for any other k, and if n and K are not supported together.
     """
     order = _order_of(n, k)
-    if k == AUTO and order > 1:
+    if k == AUTO:
         order = kernel_order(order, n // order)
     return Transform(n, order)
 
@@ -368,8 +367,9 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
                     f"--n {shown(text)} goes from a matrix of order {one} to one of {other}; name each size, or --k"
                 )
         if low.n > high.n:
-            said = f"--n {shown(text)} is an empty range"
-            raise UsageError(f"{said}; write the smaller size first, as in {high.n}-{low.n}")
+            raise UsageError(
+                f"--n {shown(text)} is an empty range; write the smaller size first, as in {high.n}-{low.n}"
+            )
         sizes.update(parse_transform(low.n << m, k) for m in range((high.n // low.n).bit_length()))
     return sorted(sizes)
 
@@ -385,8 +385,10 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
         if not (name and equals and value):
             raise UsageError(f"--knobs {shown(text)} is not of the form k=v; write for example --knobs warps=4")
         if name in values:
-            said = f"--knobs sets {shortened(name)} twice, to {shortened(str(values[name]))} and {shortened(value)}"
-            raise UsageError(f"{said}; give one value")
+            raise UsageError(
+                f"--knobs sets {shortened(name)} twice, to {shortened(str(values[name]))} and {shortened(value)}; give "
+                "one value"
+            )
         values[name] = int(value) if _is_whole(value) else value
     return values
 
@@ -401,11 +403,14 @@ def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
         name, _, listed = (part.strip() for part in text.partition("="))
         values = [value.strip() for value in listed.split(",")]
         if not (name and all(values)):
-            said = f"--only {shown(text)} is not of the form KNOB=V1,V2,..."
-            raise UsageError(f"{said}; write for example --only warps=2,4")
+            raise UsageError(
+                f"--only {shown(text)} is not of the form KNOB=V1,V2,...; write for example --only warps=2,4"
+            )
         if name in ranges:
-            said = f"--only names {shortened(name)} twice"
-            raise UsageError(f"{said}; give all its values at once, as in {shortened(name)}={shortened(listed)},...")
+            raise UsageError(
+                f"--only names {shortened(name)} twice; give all its values at once, as in "
+                f"{shortened(name)}={shortened(listed)},..."
+            )
         ranges[name] = [int(value) if _is_whole(value) else value for value in values]
     return ranges
 
@@ -431,14 +436,9 @@ def parse_elements(text: str) -> list[int]:
     return sorted(counts)
 
 
-def short_elements(count: int) -> str:
-    """A size of an input as `parse_elements` takes it: 64K, 1.5M."""
-    suffix = "M" if count >= _FACTORS["M"] else "K"
-    return f"{count / _FACTORS[suffix]:g}{suffix}"
-
-
 def short_list(counts: Iterable[int]) -> str:
-    return ",".join(map(short_elements, counts))
+    """Sizes of inputs as `parse_elements` takes them."""
+    return ",".join(map(short_count, counts))
 
 
 def _is_whole(text: str) -> bool:

@@ -82,7 +82,7 @@ def operand_words(problem: Problem) -> list[str]:
     """The words for a title that say what a transform has beside H, and its format: "K = 28", "signed", "to int8-row".
     Two problems of equal n, types, numerics and rows have different words."""
     form, of = problem.io.form, problem.transform
-    operands = [f"K = {of.order}"] * (of.order > 1) + ["swapped"] * of.swapped + ["signed"] * of.signed
+    operands = [f"K = {of.order}"] * of.has_matrix + ["swapped"] * of.swapped + ["signed"] * of.signed
     if form is None:
         return operands
     longer = [f"in rows of {form.group}"] if form.group > problem.n and ROW in FORMATS[form.name].groups else []

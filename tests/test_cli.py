@@ -359,8 +359,8 @@ def test_one_problem_may_have_a_matrix_and_signs() -> None:
 def test_elements() -> None:
     assert options.parse_elements("8M, 64K,1.5M,65536,0.375M") == [1 << 16, 3 << 17, 3 << 19, 1 << 23]
     counts = [*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS]
-    assert options.parse_elements(",".join(map(options.short_elements, counts))) == sorted(counts)
-    assert [options.short_elements(count) for count in (3 << 17, 1 << 20, 5 << 18)] == ["384K", "1M", "1.25M"]
+    assert options.parse_elements(",".join(map(options.short_count, counts))) == sorted(counts)
+    assert [options.short_count(count) for count in (3 << 17, 1 << 20, 5 << 18)] == ["384K", "1M", "1.25M"]
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

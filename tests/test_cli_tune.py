@@ -668,7 +668,7 @@ def test_until_the_first_trial_lines_say_at_once_what_is_done(
         build: Any = in_parts(lambda sources: sources, listen)
         assert build([*range(count)]) == [*range(count)]
         assert build([1, 2]) == [1, 2]
-        listen(BatchBuilt(fresh=count, known=0, failed=0, seconds=1.0))
+        listen(BatchBuilt(fresh=count, known=0, failed=0))
         build([1, 2])  # the next batch
         listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
         build([1, 2])

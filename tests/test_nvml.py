@@ -207,7 +207,7 @@ def test_what_nvml_refuses_or_lacks_is_not_known(library: ctypes.CDLL, tmp_path:
     older = re.sub(r"int nvmlDeviceGetEnforced.*\n", "", STAND_IN)
     lacking = ctypes.CDLL(str(compiled(tmp_path, "libolder.so", older, "-shared", "-fPIC")))
     handle = ctypes.c_void_p(1)
-    assert libnvml.NvmlGpu(lacking, handle, handle).power_limit_watts() is None
+    assert libnvml.Gpu(lacking, handle, handle).power_limit_watts() is None
 
 
 # ---- the class of a device, when tuning and when calling -------------------------------------------------------------

@@ -153,19 +153,30 @@ def test_copy_sources_compile(tmp_path: Path) -> None:
 
 
 def copies_as_many_bytes(module: HostModule, source: Source) -> None:
-    """As codes and scales have."""
-    for codes_of_vector, vectors_of_scales in ((8, 16), (4, 8), (2, 0)):
+    """As codes and scales have, and as many buffers as a prologue reads and writes."""
+    several = "inputs" in source.launch.signature
+    for codes_of_vector, vectors_of_scales, inputs, buffers in ((8, 16, 1, 1), (4, 8, 0, 2), (2, 0, 2, 0)):
         vectors = -(-2 * source.launch.tile_elements // 128) * 16 + 16
         codes, scales = np.zeros(codes_of_vector * vectors, np.uint8), np.zeros(vectors, np.uint8)
         words = vectors // vectors_of_scales if vectors_of_scales else 0
+        outputs = {"scales": (scales[: 4 * words], 4 * words)}
+        if several:
+            outputs["more_y"] = np.zeros(16 * vectors * buffers, np.uint8), 16 * vectors * buffers
         report = module.run(
             source.entry,
             source.launch,
             np.arange(8 * vectors).astype(np.uint16),
             codes,
             scale=1.0,
-            operands={"codes_of_vector": codes_of_vector, "vectors_of_scales": vectors_of_scales},
-            outputs={"scales": (scales[: 4 * words], 4 * words)},
+            elements=8 * vectors,
+            operands={
+                **({"more_x": np.zeros(16 * vectors * inputs, np.uint8)} if several else {}),
+                "codes_of_vector": codes_of_vector,
+                "vectors_of_scales": vectors_of_scales,
+                "inputs": inputs,
+                "outputs": buffers,
+            },
+            outputs=outputs,
         )
         assert report.complaint == ""
 
@@ -208,16 +219,16 @@ def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.M
             least, a_us = {"small": (1.0, 2), "large": (5.0, 4)}[self.copy]
             return [[timing.Sample(least + size / a_us + now[0], 0, 0)] for size in sizes]
 
-    small, large = (Traffic(size, Destination.IN_PLACE, Cache.HOT) for size in (2, 64))
+    small, large = (Traffic(size, Destination.IN_PLACE, Cache.HOT) for size in (16, 64))
     copies = yardstick.Yardstick(FakeStopwatch(), [named("small"), named("large")], 3)  # type: ignore[arg-type, list-item]
     copies.refresh([small])
     copies.refresh([small, large, large])
-    assert asked == [(copy, [size]) for size in (2, 64) for copy in ("small", "large")]
-    assert copies.us == {small: 1 + 1 + 100, large: 5 + 16 + 100}
+    assert asked == [(copy, [size]) for size in (16, 64) for copy in ("small", "large")]
+    assert copies.us == {small: 1 + 8 + 100, large: 5 + 16 + 100}
     now[0] = 130.0
     copies.refresh([small, large])
-    assert asked[4:] == [("small", [2]), ("large", [64])]
-    assert copies.us == {small: 1 + 1 + 130, large: 5 + 16 + 130}
+    assert asked[4:] == [("small", [16]), ("large", [64])]
+    assert copies.us == {small: 1 + 8 + 130, large: 5 + 16 + 130}
     copies.refresh([small, large])
     assert len(asked) == 6
 
@@ -388,7 +399,9 @@ def test_a_graph_launches_in_every_slot_by_turns(
     """Code is loaded by a launch before the capture. Where data is hot there is one slot."""
 
     events: list[Any] = []
-    launch = SimpleNamespace(launch=lambda stream, x, y, *told: events.append((x - base, y - base, told)))
+    launch = SimpleNamespace(
+        prepared=lambda *told: lambda stream, x, y: events.append((x - base, y - base, told)),
+    )
     monkeypatch.setattr(timing, "LaunchGraph", lambda stream, kernel, addresses, work: events.extend(addresses))
     l2_bytes = 1 << 16
     stopwatch = timing.Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), l2_bytes)  # type: ignore[arg-type]
@@ -398,7 +411,7 @@ def test_a_graph_launches_in_every_slot_by_turns(
     base = stopwatch._arena.data_ptr()
     stopwatch.graph(launch, work)  # type: ignore[arg-type]
     first, *captured = events
-    assert first == (0, 0, work[1:])
+    assert first == (0, 0, (work.elements, work.scale, work.rows, work.operands))
     assert (work.scale, work.operands.keys()) == (256**-0.5, {"signs_before", "signs_after"})
     launches, slots, size = work.traffic.launches(l2_bytes), work.traffic.slots(l2_bytes), work.traffic.footprint
     assert (slots == 1) == (cache is Cache.HOT)

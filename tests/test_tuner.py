@@ -24,6 +24,7 @@ from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 from hadagen.problem.regimes import Cache, Destination, regime, timed_elements
 from hadagen.problem.trial import Environment, Kernel, Outcome, Provenance, Trial, knobs_key
+from hadagen.runtime.guesses import nearest_problems
 from hadagen.tuner import mirror, search
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import BatchBuilt, Event, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
@@ -246,7 +247,7 @@ def test_the_neighbors_of_a_problem_with_a_matrix_have_matrices_too() -> None:
     others = [(28, 64), (20, 512), (172, 512), (28, 512), (1, 16384)]
     known = [Problem.of(order * length, DType.FLOAT16, order=order) for order, length in others]
     known.append(Problem.of(13312, DType.BFLOAT16, order=26))
-    nearest = search.nearest_matrices(problem, known)
+    nearest = nearest_problems(problem, known)
     assert [(each.order, each.length) for each in nearest] == [(20, 512), (172, 512), (28, 64)]
 
 

@@ -155,12 +155,18 @@ class BundleEntry:
         return self.environment.gpu
 
     @property
+    def times(self) -> dict[Cache, tuple[float, float]]:
+        """The time of the kernel and of a copy, hot and cold, where they were measured."""
+        known = (Cache.HOT, self.hot_us, self.hot_copy_us), (Cache.COLD, self.cold_us, self.cold_copy_us)
+        return {cache: (us, copy_us) for cache, us, copy_us in known if us is not None and copy_us is not None}
+
+    @property
     def us(self) -> float:
-        return self._decisive(self.hot_us, self.cold_us)
+        return self.times[self.cache][0]  # the writer names a regime that was timed
 
     @property
     def copy_us(self) -> float:
-        return self._decisive(self.hot_copy_us, self.cold_copy_us)
+        return self.times[self.cache][1]
 
     @property
     def fraction_of_copy(self) -> float:
@@ -170,11 +176,6 @@ class BundleEntry:
     def relative_error(self) -> float | None:
         """The largest of `errors`; None if there are none."""
         return max(self.errors.values(), default=None)
-
-    def _decisive(self, hot: float | None, cold: float | None) -> float:
-        time = hot if self.cache is Cache.HOT else cold
-        assert time is not None  # the writer names a regime that was timed
-        return time
 
 
 class NoKernelError(StorageError):

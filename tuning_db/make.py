@@ -22,8 +22,7 @@ def make_bundle(store: Store, arch: str, path: Path, loss: float = LOSS) -> Sele
 
     Raises `UsageError` as `check_keeps_winners` does, and `StorageError` as `write_bundle` does.
     """
-    trials = (trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK)
-    rankings = ranked_by_cell(trials)
+    rankings = ranked_by_cell(trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK)
     selection = portfolio_of(rankings, loss)
     if selection:
         check_keeps_winners(path, store, arch, ((cell.problem, cell.gpu) for cell in selection))

@@ -119,16 +119,14 @@ def is_lost(error: SQLAlchemyError) -> bool:
 def sentence(error: DBAPIError, url: URL, busy_seconds: float) -> str:
     """One sentence that says what failed, and what to do."""
     reason = _reason(error)
-    for secret in (url.password, url.query.get("sslpassword")):
-        if secret:
-            reason = reason.replace(str(secret), "***")
+    for secret in filter(None, (url.password, url.query.get("sslpassword"))):
+        reason = reason.replace(str(secret), "***")
     known = {"place": place_of(url), "database": url.database, "reason": reason, "busy": busy_seconds}
     code = _code(error)
     if code is not None:
         return _BY_CODE.get(code, _UNKNOWN).format(**known)
     said = str(error.orig)
-    found = (each for pattern, each in _BY_TEXT.items() if re.search(pattern, said))
-    return next(found, _UNKNOWN).format(**known)
+    return next((each for pattern, each in _BY_TEXT.items() if re.search(pattern, said)), _UNKNOWN).format(**known)
 
 
 def _code(error: DBAPIError) -> str | None:

@@ -72,9 +72,8 @@ class Signature:
     signature: str
 
     def __post_init__(self) -> None:
-        for digits, count in ((self.key, 64), (self.signature, 128)):
-            if not re.fullmatch(rf"[0-9a-f]{{{count}}}", digits):
-                raise ValueError("a signature has another form")
+        if not (re.fullmatch("[0-9a-f]{64}", self.key) and re.fullmatch("[0-9a-f]{128}", self.signature)):
+            raise ValueError("a signature has another form")
 
     @property
     def signer(self) -> PublicKey:

@@ -158,9 +158,10 @@ def invariant_arithmetic(
             if len(lines) == len(destinations(cell.problem)):
                 by_gpu = lines[cell.destination]
                 line = by_gpu.get(cell.gpu) or next(iter(by_gpu.values()))
-                run = line[nearest(sorted(line), cell.elements)]
                 # A kernel that is not among the ranked was too slow to be timed.
-                losses[cell.problem][name] += log(scores.get(run, ranked[-1].score) / ranked[0].score)
+                losses[cell.problem][name] += log(
+                    scores.get(line[nearest(sorted(line), cell.elements)], ranked[-1].score) / ranked[0].score
+                )
     return {problem: min(sorted(of), key=of.__getitem__) for problem, of in losses.items()}
 
 
@@ -236,8 +237,9 @@ def _lacking(
 def _calls_about(counts: Sequence[int], n: int) -> dict[int, tuple[int, int]]:
     """For each of ascending element counts, the smallest and the largest call to which it is the nearest."""
     ends = [isqrt(low * high - 1) // n * n for low, high in pairwise(counts)]  # the last calls nearer to `low`
-    spans = zip([counts[0], *(end + n for end in ends)], [*ends, counts[-1]], strict=True)
-    return dict(zip(counts, spans, strict=True))
+    return dict(
+        zip(counts, zip([counts[0], *(end + n for end in ends)], [*ends, counts[-1]], strict=True), strict=True)
+    )
 
 
 def near_best(ranked: Sequence[RankedTrial], loss: float = LOSS) -> list[RankedTrial]:
@@ -314,8 +316,7 @@ def _scored(candidates: Sequence[_Candidate]) -> Iterator[RankedTrial]:
             yield RankedTrial(trial, timing, timing.us)
             continue
         share = other_share(trial.problem, timing.elements, timing.destination, trial.environment.l2_bytes)
-        score = timing.us ** (1 - share) * (other.us if other else slowest) ** share
-        yield RankedTrial(trial, timing, score)
+        yield RankedTrial(trial, timing, timing.us ** (1 - share) * (other.us if other else slowest) ** share)
 
 
 def _age(candidate: _Candidate) -> tuple[str, str]:
@@ -329,14 +330,16 @@ def closest_trials(trials: Iterable[Trial], most: int) -> list[Trial]:
 
     The order of the trials does not matter.
     """
-    closest: dict[str, tuple[float, Trial]] = {}
-    for ranked in (ranked for cell, ranked in ranked_by_cell(trials).items() if cell.is_bucket):
-        for each in ranked:
-            slowdown, digest = each.score / ranked[0].score, digest_of(each.trial)
-            if digest not in closest or slowdown < closest[digest][0]:
-                closest[digest] = slowdown, each.trial
-    order = sorted(closest, key=lambda digest: (closest[digest][0], digest))
-    return [closest[digest][1] for digest in order[:most]]
+    slowdowns = [
+        (each.score / ranked[0].score, digest_of(each.trial), each.trial)
+        for cell, ranked in ranked_by_cell(trials).items()
+        if cell.is_bucket
+        for each in ranked
+    ]
+    closest: dict[str, Trial] = {}
+    for _, digest, trial in sorted(slowdowns, key=lambda each: each[:2]):
+        closest.setdefault(digest, trial)
+    return list(closest.values())[:most]
 
 
 def arithmetic_in(trial: Trial) -> str:

@@ -152,8 +152,9 @@ def apply_exact_had_to_linear(
     if isinstance(had_dim, int) and had_dim == -1:
         rotated = matmul_hadU(weight)
     elif not is_count(had_dim) or not is_pow2(had_dim) or n % had_dim:
-        said = f"had_dim = {shown(had_dim)} is not a power of two that divides {n}"
-        raise UsageError(f"{said}; choose one, or -1 for all")
+        raise UsageError(
+            f"had_dim = {shown(had_dim)} is not a power of two that divides {n}; choose one, or -1 for all"
+        )
     else:
         blocks = weight.unflatten(-1, (n // had_dim, had_dim))  # type: ignore[no-untyped-call]
         if R2 is None:

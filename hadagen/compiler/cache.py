@@ -58,8 +58,12 @@ def cache_root() -> Path:
         return place
     if (place, problem) not in _warned:
         _warned.add((place, problem))
-        said = f"the kernel cache {place} is neither read nor written, and compiled kernels are not kept: {problem}"
-        warnings.warn(f"{said}, {_ELSEWHERE}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"the kernel cache {place} is neither read nor written, and compiled kernels are not kept: {problem}, "
+            f"{_ELSEWHERE}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return private_root()
 
 
@@ -220,8 +224,9 @@ def open_cache() -> KernelCache:
 
 def warn_not_kept(why: object) -> None:
     """Warn that new kernels are kept for this process alone."""
-    said = f"kernels that are compiled here are not kept for later processes: {why}"
-    warnings.warn(said, RuntimeWarning, stacklevel=3)
+    warnings.warn(
+        f"kernels that are compiled here are not kept for later processes: {why}", RuntimeWarning, stacklevel=3
+    )
 
 
 def _own_content(path: Path) -> bytes:

@@ -17,7 +17,6 @@ from hadagen.plan.layout import add
 from hadagen.plan.plan import Plan
 from hadagen.plan.steps.base import FP32
 from hadagen.problem.launch import Source
-from hadagen.problem.problem import Problem
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("hadagen.templates", "."),
@@ -37,8 +36,11 @@ def render(plan: Plan) -> Source:
     entry = f"hadagen_{plan.problem.key.replace('-', '_')}_{plan.digest[:8]}"
     blocks: dict[str, Any] = {}
     view = _view(plan, entry) | {"blocks": blocks}
-    modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in {s.template for s in plan.steps}}
-    blocks |= {step.name: getattr(modules[step.template], step.name) for step in plan.steps}
+    names = {plan.tile.template, *(step.template for step in plan.steps)}
+    modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in names}
+    of_tile = modules[plan.tile.template]
+    for step in plan.steps:
+        blocks[step.name] = getattr(of_tile, step.name, None) or getattr(modules[step.template], step.name)
     text = ENVIRONMENT.get_template("kernel.cu.j2").render(view)
     return Source(entry, text, plan.launch)
 
@@ -81,7 +83,6 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "bytes": plan.problem.io.input.bytes,
         "scale_form": plan.scale_form.value,
         "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
-        "formula": _formula(plan.problem),
         "lifted": any(view.get("lifted") for view in views),
         "packed": plan.eights > 0 and any(carrier != FP32 for carrier in plan.carriers[plan.tile.held_from(plan) :]),
         "wide": FP32 in plan.carriers,
@@ -105,15 +106,9 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         # Row and column of the vector at offset `at` of a tile.
         "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
         "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
+        "of_thread": {"lane": "thread_index() % 32", **plan.tile.of_thread(plan)},
         **plan.tile.names(plan),
     }
-
-
-def _formula(problem: Problem) -> str:
-    """The matrix that x is multiplied by, in words."""
-    factors = f"(A_{problem.order} ⊗ H_{problem.length})ᵀ" if problem.order > 1 else f"H_{problem.n}"
-    factors += " · P" * problem.transform.swapped  # which exchanges the bits of each base-4 digit
-    return f"D_before · {factors} · D_after" if problem.transform.signed else factors
 
 
 def _place_lines(plan: Plan) -> list[str]:

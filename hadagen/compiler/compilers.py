@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
-from typing import Protocol
 
 from hadagen.compiler import nvrtc, nvrtc_calls, programs
 from hadagen.compiler.programs import Finished, one_line
@@ -27,39 +26,16 @@ NVCC_HINT = "install the CUDA toolkit 12.1 or newer, or: pip install 'hadagen[nv
 PTXAS_HINT = "name one with --ptxas, or: pip install nvidia-cuda-nvcc-cu12==12.9.86"
 
 
-class Compiler(Protocol):
-    """Compiles one source at a time, in a program of its own.
-
-    version: all that it says of its version. release: what kernels keep of that, such as "nvrtc 13.0.88", or "13.0.88"
-    for nvcc. flags: everything besides source, headers and arch that its code depends on. hint: what to do if it
-    compiles nothing.
-    """
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def release(self) -> str: ...
-    @property
-    def flags(self) -> tuple[str, ...]: ...
-    @property
-    def hint(self) -> str: ...
-
-    def compile(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
-        """Compile `stem`.cu in `folder`, where its headers are, to `stem`.ptx and `stem`.cubin. `arch`: such as
-        "sm_90". The log has the report of the back end on what the kernel uses.
-
-        Raises `Stopped` when `stopped` is set, and `ToolchainError` if the compiler cannot be started.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class NvrtcProgram:
-    """NVRTC, in a process for each source."""
+    """NVRTC, in a process for each source.
+
+    Like `Nvcc`, it compiles one source at a time, in a program of its own, and has these attributes:
+
+    version: all that the compiler says of its version. release: what kernels keep of that, such as "nvrtc 13.0.88", or
+    "13.0.88" for nvcc. flags: everything besides source, headers and arch that its code depends on. hint: what to do if
+    it compiles nothing.
+    """
 
     library: nvrtc.Nvrtc
     flags: tuple[str, ...] = nvrtc.FLAGS
@@ -86,6 +62,11 @@ class NvrtcProgram:
         return f"{self.kind} {self.library.release}"
 
     def compile(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
+        """Compile `stem`.cu in `folder`, where its headers are, to `stem`.ptx and `stem`.cubin. `arch`: such as
+        "sm_90". The log has the report of the back end on what the kernel uses.
+
+        Raises `Stopped` when `stopped` is set, and `ToolchainError` if the compiler cannot be started.
+        """
         program = [sys.executable, "-I", "-S", nvrtc_calls.__file__, self.path, stem]
         return run([*program, f"-arch={arch}", *self.flags], self.hint, folder, stopped)
 
@@ -167,12 +148,13 @@ class Ptxas:
 
     def assemble(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
         """Assemble `stem`.ptx in `folder` to `stem`.cubin. `arch`: such as "sm_90". The log has the report on what the
-        kernel uses. Raises as `Compiler.compile` does."""
+        kernel uses. Raises as `NvrtcProgram.compile` does."""
         command = [self.path, "-O3", "-v", f"-arch={arch}", f"{stem}.ptx", "-o", f"{stem}.cubin"]
         return run(command, PTXAS_HINT, folder, stopped)
 
 
-COMPILERS: dict[str, type[NvrtcProgram] | type[Nvcc]] = {each.kind: each for each in (NvrtcProgram, Nvcc)}
+Compiler = NvrtcProgram | Nvcc
+COMPILERS: dict[str, type[Compiler]] = {each.kind: each for each in (NvrtcProgram, Nvcc)}
 DEFAULT = NvrtcProgram.kind
 
 

@@ -31,15 +31,15 @@ from hadagen.compiler.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
 from hadagen.problem.bits import Bits, decode, encode
 from hadagen.problem.launch import LaunchSpec, RowShape, Source, X, Y
-from hadagen.problem.operands import OperandValues, kernel_operands, sizes_for, verification_operands, written_of
+from hadagen.problem.operands import OperandValues, kernel_operands, sizes_for, verification_operands
 from hadagen.problem.problem import DType, Problem
 from hadagen.templates import read_texts
 from hadagen.truth.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
+    exact_results,
     input_classes,
     relative_error,
-    transform,
     verification_scale,
 )
 
@@ -374,13 +374,13 @@ def verify(
     scale = verification_scale(problem)
     units = values.size // problem.unit
     operands = verification_operands(problem, units) if operands is None else operands
-    exact = torch.from_numpy(transform(problem, values, scale, operands)[:, :columns])
+    transformed, second = exact_results(problem, values, scale, operands)
+    exact = torch.from_numpy(transformed[:, :columns])
     odd = int(source.launch.reads_rows)  # arrays with an odd pitch begin between vectors
     x = _poisoned(problem.io.input, len(values), x_pitch, x_pitch % 2 * odd)
     x[:, :columns] = encode(problem.io.input, values[:, :columns])
     taken: dict[str, Any] = kernel_operands(problem, operands)
     outputs: dict[str, tuple[Any, int]] = {}
-    second = written_of(problem, values, operands)
     for name in second:
         like_x = _poisoned(problem.io.input, 1, values.size).reshape(-1)
         outputs[name] = like_x, like_x.nbytes

@@ -47,12 +47,9 @@ class Compiled(NamedTuple):
 class CompileError(ToolchainError):
     """NVRTC refused a source. `log`: all that it said, and at the end its name for the failure."""
 
-    def __init__(self, message: str, log: str) -> None:
+    def __init__(self, message: str, log: str = "") -> None:  # the default is for pickle
         super().__init__(message)
         self.log = log
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.log)
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,9 @@ class Nvrtc:
             except ToolchainError as error:
                 said = str(error).removesuffix(f"; {HINT}")
                 raise ToolchainError(f"{said}; correct HADAGEN_NVRTC, which names it, or unset it") from None
-        missing = f"NVRTC was not found among the Python packages, in $CUDA_HOME or on this system; {HINT}"
-        failure: ToolchainError = NoCompilerError(missing)
+        failure: ToolchainError = NoCompilerError(
+            f"NVRTC was not found among the Python packages, in $CUDA_HOME or on this system; {HINT}"
+        )
         for path in dict.fromkeys(_candidates()):
             try:
                 return _load(path)
@@ -131,8 +129,9 @@ class Nvrtc:
             raise ToolchainError(f"{self.path}: {error}; {HINT}") from None
         if wrong:
             first = next((line for line in log.splitlines() if "error" in line), log.strip() or wrong)
-            refused = f"NVRTC {_dotted(self.version)} cannot compile {name} for {arch}: {first.strip()}"
-            raise CompileError(refused, log + wrong)
+            raise CompileError(
+                f"NVRTC {_dotted(self.version)} cannot compile {name} for {arch}: {first.strip()}", log + wrong
+            )
         return Compiled(ptx, cubin, log)
 
 

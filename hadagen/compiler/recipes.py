@@ -21,6 +21,7 @@ from hadagen.compiler import nvrtc
 from hadagen.compiler.cache import FILES, KernelCache, cache_root, private_root, warn_not_kept
 from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
 from hadagen.problem.launch import LaunchSpec, Source
+from hadagen.problem.operands import prologue_of
 from hadagen.problem.problem import Problem
 from hadagen.problem.trial import Trial, knobs_key
 
@@ -160,8 +161,10 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
     for (i, source), (kernel, key) in zip(sources.items(), made, strict=True):
         if isinstance(kernel, BuildFailure | NotTried):
             why = kernel.summary if isinstance(kernel, BuildFailure) else kernel.reason
-            said = f"NVRTC {library.release} cannot compile {source.entry} for {compiled_for.nvcc_arch}: {why}"
-            results[i] = ToolchainError(f"{said}; install another version of it")
+            results[i] = ToolchainError(
+                f"NVRTC {library.release} cannot compile {source.entry} for {compiled_for.nvcc_arch}: {why}; install "
+                "another version of it"
+            )
         else:
             results[i] = kernel.cubin if known else kernel.ptx
             _keep("recipes", _index_key(recipes[i], target), [key, name])
@@ -171,6 +174,8 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
 def verdict(image: bytes, problem: Problem, launch: LaunchSpec, gpu: str, driver: str) -> bool | None:
     """Whether a kernel that was compiled here was right for a problem, on a GPU of this name with this driver; None if
     it was not tried yet."""
+    if not _is_ours(problem):
+        return None
     found = _read("verdicts", _verdict_key(image, problem, launch, gpu, driver))
     return found if isinstance(found, bool) else None
 
@@ -186,10 +191,18 @@ def _verdict_key(image: bytes, problem: Problem, launch: LaunchSpec, gpu: str, d
 
 def _known(recipe: Recipe, target: str) -> bytes | None:
     """The code of a recipe that was compiled before."""
+    if not _is_ours(recipe.problem):
+        return None
     match _read("recipes", _index_key(recipe, target)):
         case [str(key), str(name)]:
             return (_cache().load(key) or {}).get(name)
     return None
+
+
+def _is_ours(problem: Problem) -> bool:
+    """Whether its kernels follow from files of hadagen alone: a program may have a prologue of its own."""
+    prologue = prologue_of(problem)
+    return prologue is None or type(prologue).__module__.partition(".")[0] == "hadagen"
 
 
 def _index_key(recipe: Recipe, target: str) -> str:

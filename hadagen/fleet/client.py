@@ -7,13 +7,12 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 from threading import Thread
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from distributed import Client, Future, KilledWorker, Security
 from distributed.client import FutureCancelledError
@@ -75,7 +74,7 @@ class _Use:
     measured: int = 0
 
 
-class Fleet:
+class Fleet(AbstractContextManager["Fleet"]):
     """Workers of the Dask cluster at `address` that run `hadagen.fleet`, and compile with `compiler`.
 
     `archs`: whose GPUs take part; None for all. `say`: gets sentences about workers that come, go or are left out. It
@@ -123,10 +122,7 @@ class Fleet:
             self._until_the_end.close()
             raise
 
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *error: TracebackType | object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._until_the_end.close()
 
     def wait(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
@@ -160,8 +156,7 @@ class Fleet:
     @property
     def dashboard(self) -> str:
         """The address of Dask's dashboard."""
-        link: str = self._client.dashboard_link
-        return link
+        return str(self._client.dashboard_link)
 
     @property
     def state(self) -> FleetState:
@@ -185,8 +180,7 @@ class Fleet:
             key=key,
             resources={COMPILERS: 1},
         )
-        built: Kernel | BuildFailure | NotTried = answer.value
-        return built
+        return cast(Kernel | BuildFailure | NotTried, answer.value)
 
     async def measure(self, variant: Variant, gpu: str, is_sound: Callable[[Any], bool]) -> Trial | NotTried:
         """Verify and time a variant on a GPU of that class. The trial has no kernel."""
@@ -196,8 +190,7 @@ class Fleet:
         )
         use.busy += answer.seconds
         use.measured += 1
-        measured: Trial | NotTried = answer.value
-        return measured
+        return cast(Trial | NotTried, answer.value)
 
     async def race(
         self, a: Variant, b: Variant, cells: Sequence[Cell], environment: Environment
@@ -223,8 +216,7 @@ class Fleet:
             resources={gpu_resource(gpu): 1},
             among=alike,
         )
-        times: list[tuple[float, float]] | NotTried = answer.value
-        return times
+        return cast(list[tuple[float, float]] | NotTried, answer.value)
 
     async def compute(self, function: Callable[..., Value], *arguments: Any) -> Value:
         """The result of a function that a worker computes. Raises `DeviceError` if none can."""
@@ -237,8 +229,7 @@ class Fleet:
         )
         if isinstance(answer.value, NotTried):
             raise DeviceError(f"{answer.value.reason}; run the same command again to go on")
-        value: Value = answer.value
-        return value
+        return cast(Value, answer.value)
 
     async def _do(
         self,
@@ -318,13 +309,10 @@ class Fleet:
     async def _leave(self) -> None:
         self._watching.cancel()
         with suppress(Exception):
-            await asyncio.wait_for(self._client.run(work.rest, workers=self._working, on_error="ignore"), CALL_SECONDS)
+            working = [address for address, greeting in self._members.items() if greeting]
+            await asyncio.wait_for(self._client.run(work.rest, workers=working, on_error="ignore"), CALL_SECONDS)
         with suppress(Exception):
             await asyncio.wait_for(self._client.close(), CALL_SECONDS)
-
-    @property
-    def _working(self) -> list[str]:
-        return [address for address, greeting in self._members.items() if greeting]
 
     async def _watch(self) -> None:
         while self.failure is None:
@@ -356,16 +344,11 @@ class Fleet:
             # Beside this, since a worker that hangs does not answer.
             greeting = self._greetings[address] = asyncio.create_task(self._greet(address))
             greeting.add_done_callback(partial(self._greetings.pop, address))
-        self._count_time()
-        self.look(self.state)
-
-    def _count_time(self) -> None:
-        now = time.monotonic()
+        before, self._seen = self._seen, time.monotonic()
         for each in self.classes:
-            use = self._uses.get(each.environment.gpu)
-            if use:
-                use.available += each.count * (now - self._seen)
-        self._seen = now
+            if use := self._uses.get(each.environment.gpu):
+                use.available += each.count * (self._seen - before)
+        self.look(self.state)
 
     async def _greet(self, address: str) -> None:
         """Ask a worker what it offers, and say it if that cannot be used."""
@@ -420,8 +403,7 @@ class Fleet:
         self._members[address] = None
         self.say(f"the worker at {address} gets no more work: {reason}")
         with suppress(Exception):
-            call = self._client.run(work.dismiss, workers=[address], on_error="ignore")
-            await asyncio.wait_for(call, CALL_SECONDS)
+            await asyncio.wait_for(self._client.run(work.withdraw, workers=[address], on_error="ignore"), CALL_SECONDS)
 
 
 def check_address(address: str) -> None:

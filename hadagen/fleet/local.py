@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from distributed import Nanny, Scheduler, Security
 from distributed.deploy.spec import SpecCluster
@@ -53,11 +53,9 @@ def _gpus() -> list[str]:
     """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
     device_environment(0)
     count = 1
-    try:
+    with suppress(DeviceError):
         while True:
             device_environment(count)
             count += 1
-    except DeviceError:
-        pass
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return named[:count] if named else [str(index) for index in range(count)]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from threading import Condition, Lock
-from typing import Any, Protocol
 
 from hadagen.compiler.cache import cache_root, locked
 from hadagen.compiler.codegen import render
@@ -35,22 +34,9 @@ _LOOK_SECONDS = 0.5  # between two looks whether it still does
 class GpuError(DeviceError):
     """Nothing can be measured on one GPU of a worker. `gpu`: its class."""
 
-    def __init__(self, reason: str, gpu: str) -> None:
+    def __init__(self, reason: str, gpu: str = "") -> None:  # the default is for pickle
         super().__init__(reason)
         self.gpu = gpu
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.gpu)
-
-
-class Measuring(Protocol):
-    """What measures on one GPU: a `DeviceRunner`, or what stands for one."""
-
-    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]: ...
-
-    def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -60,9 +46,9 @@ class Gpu:
 
     environment: Environment
     arch: str
-    start: Callable[[Toolchain], Measuring]
+    start: Callable[[Toolchain], DeviceRunner]
     uuid: str = ""
-    runner: Measuring | None = None
+    runner: DeviceRunner | None = None
     used: float = field(default_factory=time.monotonic)
     _lock: ExitStack | None = None  # it is ours until this is closed
 
@@ -158,7 +144,7 @@ class Station:
                 environment = device_environment(index)
                 arch = f"sm{environment.compute_capability.replace('.', '')}"
                 if known := nearest_arch(arch):
-                    gpus.append(Gpu(environment, known, _starter(index, known), uuid_of(index)))
+                    gpus.append(Gpu(environment, known, partial(_start, index, known), uuid_of(index)))
                 else:
                     trouble.append(f"no kernels are made for its {environment.gpu} ({arch})")
         return cls(gpus, max(0, threads - len(gpus)), trouble)
@@ -216,7 +202,7 @@ class Station:
         self.rest()
 
     @contextmanager
-    def _seat(self, name: str, compiler: str) -> Iterator[Measuring]:
+    def _seat(self, name: str, compiler: str) -> Iterator[DeviceRunner]:
         gpu = self._take(name)
         works = True
         try:
@@ -275,11 +261,8 @@ def gpu_resource(gpu: str) -> str:
     return f"hadagen-gpu {gpu}"
 
 
-def _starter(index: int, arch: str) -> Callable[[Toolchain], DeviceRunner]:
-    def start(toolchain: Toolchain) -> DeviceRunner:
-        return DeviceRunner(index, toolchain.build_all(copy_sources(), load_arch(arch)))
-
-    return start
+def _start(index: int, arch: str, toolchain: Toolchain) -> DeviceRunner:
+    return DeviceRunner(index, toolchain.build_all(copy_sources(), load_arch(arch)))
 
 
 def without_kernel(trial: Trial | NotTried) -> Trial | NotTried:

@@ -50,13 +50,12 @@ async def offer(worker: Worker, station: Station) -> None:
         await worker.set_resources(**station.resources)
 
 
-async def withdraw(worker: Worker) -> None:
-    """Give a worker no more work, and end its measuring processes."""
-    station = _stations.pop(worker, None)
-    if station:
-        worker.periodic_callbacks.pop(_REST).stop()
+async def withdraw(dask_worker: Worker) -> None:
+    """Give a worker no more work, and end its measuring processes. Dask calls this for a worker, too."""
+    if station := _stations.pop(dask_worker, None):
+        dask_worker.periodic_callbacks.pop(_REST).stop()
         station.end()
-        await worker.set_resources(**dict.fromkeys(station.resources, 0.0))
+        await dask_worker.set_resources(**dict.fromkeys(station.resources, 0.0))
 
 
 # ---- called for each worker ------------------------------------------------------------------------------------------
@@ -66,15 +65,9 @@ def greet(compiler: str, *, dask_worker: Worker) -> Greeting | None:
     return station.greeting(compiler) if station else None
 
 
-async def dismiss(*, dask_worker: Worker) -> None:
-    """As `withdraw`."""
-    await withdraw(dask_worker)
-
-
 def rest(*, dask_worker: Worker) -> None:
     """End the measuring processes of a worker until they are needed again."""
-    station = _stations.get(dask_worker)
-    if station:
+    if station := _stations.get(dask_worker):
         station.rest()
 
 

@@ -31,10 +31,7 @@ _FIXES = {
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "update the NVIDIA driver",
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "call hadagen.warmup before the graph capture begins",
     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "call hadagen.warmup before the graph capture begins",
-}
-_RESTART = "restart the process, and look for the cause with compute-sanitizer or in the kernel log"
-_FIXES.update(
-    dict.fromkeys(
+    **dict.fromkeys(
         (
             "CUDA_ERROR_ILLEGAL_ADDRESS",
             "CUDA_ERROR_MISALIGNED_ADDRESS",
@@ -45,9 +42,9 @@ _FIXES.update(
             "CUDA_ERROR_HARDWARE_STACK_ERROR",
             "CUDA_ERROR_DEVICE_UNAVAILABLE",
         ),
-        _RESTART,
-    )
-)
+        "restart the process, and look for the cause with compute-sanitizer or in the kernel log",
+    ),
+}
 
 
 class DriverError(DeviceError):

@@ -6,7 +6,8 @@ One timing is a CUDA graph of launches, replayed. Launch number i works in *slot
     cold   every launch in a slot of its own; before a slot is used again, L2 was filled three times over, by the
            other slots if they are large enough, else by a read-only flush before each replay
 
-A slot holds x, and y behind it if the destination is out-of-place.
+A slot holds x and the operands like it, and y behind them if the destination is out-of-place. Codes, and results behind
+a prologue, lie in slots of another arena.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import fsum, log2, prod
 from typing import NamedTuple
 
+from hadagen.problem.operands import operands_of
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import (
     Cache,
@@ -47,16 +49,38 @@ class Traffic(NamedTuple):
     codes_bytes: int = 0  # of the result instead where that is quantized, a multiple of 16
     scales_bytes: int = 0  # and of the scales behind it,
     room_bytes: int = 0  # of which the layout takes so many
+    inputs: int = 0  # buffers that are read besides x
+    outputs: int = 0  # buffers that are written besides the result
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether results lie outside of the arena, because no kernel may read them as input."""
+        return self.codes_bytes > 0 or self.inputs > 0 or self.outputs > 0
+
+    @property
+    def input_bytes(self) -> int:
+        return (1 + self.inputs) * self.buffer_bytes
 
     @property
     def result_bytes(self) -> int:
         """Room for what a launch writes, each part up to a multiple of 16."""
-        return self.codes_bytes + -(-self.room_bytes // 16) * 16 if self.codes_bytes else self.buffer_bytes
+        first = self.codes_bytes + -(-self.room_bytes // 16) * 16 if self.codes_bytes else self.buffer_bytes
+        return first + self.outputs * self.buffer_bytes
 
     @property
     def footprint(self) -> int:
         """Bytes that one launch touches, each counted once."""
-        return self.buffer_bytes + (0 if self.destination is Destination.IN_PLACE else self.result_bytes)
+        return self.input_bytes + (0 if self.destination is Destination.IN_PLACE else self.result_bytes)
+
+    def addresses(self, x: int, y: int) -> dict[str, list[int]]:
+        """Where a launch finds its memory if its inputs begin at x and its results at y: "inputs" besides x, "outputs"
+        besides the result, and "scales", behind the codes. Behind the last buffer of a list comes its end."""
+        outputs = y + self.result_bytes - self.outputs * self.buffer_bytes
+        return {
+            "scales": [y + self.codes_bytes],
+            "inputs": [x + i * self.buffer_bytes for i in range(1, self.inputs + 2)],
+            "outputs": [outputs + i * self.buffer_bytes for i in range(self.outputs + 1)],
+        }
 
     def launches(self, l2_bytes: int) -> int:
         """Launches in the graph. The copy kernel's graph has as many."""
@@ -93,7 +117,9 @@ class Cell(NamedTuple):
             rows, groups = self.elements // problem.unit, form.scales_in_row(problem.unit)
             size = form.scale_bytes(problem.io.input.bytes)
             room = prod(form.layout.filled_up(rows, groups, size)) * size
-        return Traffic(whole_vectors, self.destination, self.cache, -(-codes // 16) * 16, scales, room)
+        like_x = [operand.is_written for operand in operands_of(problem) if operand.like_x]
+        memory = whole_vectors, self.destination, self.cache, -(-codes // 16) * 16, scales, room
+        return Traffic(*memory, inputs=like_x.count(False), outputs=like_x.count(True))
 
 
 # What to time: the same cells for every problem, or cells by problem.

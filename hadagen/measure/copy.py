@@ -1,5 +1,6 @@
 """Plain 16-byte copy kernels, which all times are compared with. They have the signature of every other kernel; an
-element is two bytes. Kernels that quantize are compared with those that write as many bytes as codes and scales have.
+element is two bytes. Kernels that quantize are compared with copies that write as many bytes as codes and scales have,
+and kernels with a prologue with copies that read and write as many buffers.
 
 The time of the copy in a cell is that of the best of a few shapes, because no shape is the best at 16 KB and at 512 MB.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from string import Template
 
+from hadagen.measure.cells import Traffic
 from hadagen.problem.launch import PARAMS, LaunchSpec, Param, Source
 from hadagen.templates import read_texts
 
@@ -15,16 +17,42 @@ from hadagen.templates import read_texts
 SHAPES = ((128, 1), (1024, 1), (512, 2), (256, 4))
 CODES_SHAPES = ((128, 1), (256, 1), (1024, 1), (256, 2), (512, 2), (256, 4))
 CODES_PARAMS = (Param("void*", "scales"), Param("u32", "codes_of_vector"), Param("u32", "vectors_of_scales"))
+BUFFERS_PARAMS = (
+    Param("void*", "scales"),
+    Param("const void*", "more_x"),
+    Param("void*", "more_y"),
+    *(Param("u32", name) for name in ("codes_of_vector", "vectors_of_scales", "inputs", "outputs")),
+)
 _VECTOR_ELEMENTS = 8
+_VECTOR_BYTES = 16
+
+
+def copy_params(traffic: Traffic) -> tuple[Param, ...]:
+    """The params of the copy kernels for this memory."""
+    if traffic.inputs or traffic.outputs:
+        return *PARAMS, *BUFFERS_PARAMS
+    return (*PARAMS, *CODES_PARAMS) if traffic.codes_bytes else PARAMS
+
+
+def copy_numbers(traffic: Traffic) -> dict[str, int]:
+    """What these take for their params that are numbers. Scales are written as words."""
+    vectors, words = traffic.buffer_bytes // _VECTOR_BYTES, traffic.scales_bytes // 4
+    return {
+        "codes_of_vector": (traffic.codes_bytes or traffic.buffer_bytes) // vectors,
+        "vectors_of_scales": vectors // words if words else 0,
+        "inputs": traffic.inputs,
+        "outputs": traffic.outputs,
+    }
 
 
 def copy_sources() -> tuple[Source, ...]:
     """The copy kernels to build and to hand to `DeviceRunner`."""
     texts = read_texts("device")
-    plain, codes = (Template(texts[name]) for name in ("copy.cu", "copy_codes.cu"))
+    plain, codes, buffers = (Template(texts[name]) for name in ("copy.cu", "copy_codes.cu", "copy_buffers.cu"))
     return (
         *(_source(plain, "copy", threads, vectors) for threads, vectors in SHAPES),
         *(_source(codes, "copy_codes", threads, vectors, CODES_PARAMS) for threads, vectors in CODES_SHAPES),
+        *(_source(buffers, "copy_buffers", threads, vectors, BUFFERS_PARAMS) for threads, vectors in CODES_SHAPES),
     )
 
 

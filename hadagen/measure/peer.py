@@ -154,7 +154,7 @@ class Peers:
         """Those that transform such rows. None has signs, or quantizes."""
         if problem.transform.signed or problem.io.form:
             return []
-        peers = self.all if problem.order == 1 else products(problem, self.all, device)
+        peers = products(problem, self.all, device) if problem.transform.has_matrix else self.all
         return [peer for peer in peers if peer.serves(problem)]
 
     def graph(self, calls: Sequence[Call], launches: int) -> PeerGraph:

@@ -18,7 +18,7 @@ from hadagen.measure.device_operands import Orthonormal
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Compare, Comparison, Look, Measure, Race, Rank, Ranking
 from hadagen.measure.monitor import Monitor
-from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, transform_work
+from hadagen.measure.timing import Stopwatch, repeated_bytes, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.measure.watch import Watch
 from hadagen.measure.yardstick import Yardstick
@@ -117,9 +117,7 @@ class DeviceService:
             traffics = [cell.traffic(problem) for cell in cells]
             operands = self._stopwatch.operands(problem)
             repeated = transform_work(problem, _in_whole_rows(problem, _REPEATED_CELL), operands)
-            self._stopwatch.fill(
-                problem.io.input, traffics, least_bytes=REPEATED_BUFFERS * repeated.traffic.buffer_bytes
-            )
+            self._stopwatch.fill(problem.io.input, traffics, least_bytes=repeated_bytes(repeated))
             self._yardstick.refresh(traffics)
             probes = probe_cells(problem, cells, self._l2_bytes)
             timings = self._time(kernel, problem, operands, probes)
@@ -129,7 +127,7 @@ class DeviceService:
             else:
                 timings |= self._time(kernel, problem, operands, [cell for cell in cells if cell not in timings])
             ordered = tuple(timings[cell] for cell in cells if cell in timings)
-            if not (problem.io.form or self._stopwatch.is_finite(problem.io.input)):
+            if not self._stopwatch.is_finite(problem.io.input):
                 return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verified.errors, ordered)
             launches = repeated_launches(kernel.spec.tile_elements)
             if not self._stopwatch.repeats(kernel, repeated, launches):

@@ -19,28 +19,35 @@ import torch
 from hadagen.gpu import libcuda
 from hadagen.gpu.driver import Launch, LoadedKernel, bindings, check
 from hadagen.measure.cells import EVICTION, Cell, Traffic
+from hadagen.measure.copy import copy_numbers, copy_params
 from hadagen.measure.device_operands import Orthonormal
 from hadagen.measure.watch import Watch
 from hadagen.problem.launch import RowShape
-from hadagen.problem.operands import sizes_for
+from hadagen.problem.operands import SCALES, operands_of, sizes_for
 from hadagen.problem.problem import DType, Problem
 from hadagen.problem.regimes import Destination, timed_rows
 from hadagen.truth.accuracy import TORCH_DTYPE
 
-REPEATED_BUFFERS = 3  # an input and two results
 GRAPHS = 2  # rounds of `Stopwatch.time` for times that are compared with others
 _WARM_UP_FLUSHES = 2000
 _WATCHED_LAUNCHES = 32  # of a kernel that is launched again and again, before the device is waited for
 
 
+# Param → where its memory lies for a launch: a name of `Traffic.addresses`, and a position in what that has.
+Moving = Mapping[str, tuple[str, int]]
+_NONE: Moving = {}
+
+
 class Work(NamedTuple):
-    """What is timed of a kernel: the memory of its launches, and what they are told beside the addresses."""
+    """What is timed of a kernel: the memory of its launches, and what they are told beside the addresses of x and y.
+    `operands` are the same for all launches, and `moving` says which are not."""
 
     traffic: Traffic
     elements: int
     scale: float
     rows: RowShape
     operands: Mapping[str, int]
+    moving: Moving = _NONE
 
 
 def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
@@ -49,28 +56,41 @@ def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
     if form := problem.io.form:  # rows of the least length
         rows = cell.elements // problem.unit
         given = {**operands, **sizes_for(form, rows, problem.unit, rows)}
-    return Work(cell.traffic(problem), cell.elements, operands.scale, timed_rows(problem), given)
+    like_x = [each for each in operands_of(problem) if each.like_x]
+    lists = {
+        "inputs": [each.name for each in like_x if not each.is_written],
+        "outputs": [each.name for each in like_x if each.is_written],
+        "scales": [SCALES.name] if SCALES.is_taken(problem) else [],
+    }
+    moving = {name: (kind, at) for kind, names in lists.items() for at, name in enumerate(names)}
+    return Work(cell.traffic(problem), cell.elements, operands.scale, timed_rows(problem), given, moving)
 
 
 def copy_work(traffic: Traffic) -> Work:
-    """The copy kernel's, which counts in elements of two bytes. That for codes writes as many bytes as codes and scales
-    have, the latter in words."""
-    operands = {}
-    if traffic.codes_bytes:
-        vectors, words = traffic.buffer_bytes // 16, traffic.scales_bytes // 4
-        operands["codes_of_vector"] = traffic.codes_bytes // vectors
-        operands["vectors_of_scales"] = vectors // words if words else 0
-    return Work(traffic, traffic.buffer_bytes // 2, 1.0, RowShape(0, 0, 0), operands)
+    """The copy kernel's, which counts in elements of two bytes."""
+    names = {param.name for param in copy_params(traffic)}
+    places = {"scales": ("scales", 0), "more_x": ("inputs", 0), "more_y": ("outputs", 0)}
+    moving = {name: place for name, place in places.items() if name in names}
+    return Work(traffic, traffic.buffer_bytes // 2, 1.0, RowShape(0, 0, 0), copy_numbers(traffic), moving)
 
 
 def prepared(kernel: LoadedKernel, work: Work) -> Launch:
-    """The launches of a work, of which the scales go behind the codes, if there are any."""
-    if not work.traffic.codes_bytes:
-        return kernel.prepared(*work[1:])
-    behind = work.traffic.codes_bytes
-    changing = [param.name for param in kernel.spec.params if param.name == "scales"]
-    launch = kernel.prepared(*work[1:], changing=changing)
-    return lambda stream, x, y: launch(stream, x, y, *[y + behind] * len(changing))
+    """The launches of a work, for the addresses of x and y."""
+    known = work.elements, work.scale, work.rows, work.operands
+    if not work.moving:
+        return kernel.prepared(*known)
+    launch = kernel.prepared(*known, changing=list(work.moving))
+
+    def launch_at(stream: int, x: int, y: int) -> None:
+        places = work.traffic.addresses(x, y)
+        launch(stream, x, y, *[places[kind][at] for kind, at in work.moving.values()])
+
+    return launch_at
+
+
+def repeated_bytes(work: Work) -> int:
+    """What `Stopwatch.repeats` needs of the arena: inputs and two results."""
+    return work.traffic.input_bytes + 2 * work.traffic.result_bytes
 
 
 class Sample(NamedTuple):
@@ -236,11 +256,11 @@ class Stopwatch:
     def repeats(self, kernel: LoadedKernel, work: Work, launches: int) -> bool:
         """Whether so many launches over the same input all have the same result, bit for bit.
 
-        work: out of place, with `REPEATED_BUFFERS` of its buffers in the arena, which it overwrites.
+        work: out of place, with `repeated_bytes` in the arena, which it overwrites.
         """
-        size = work.traffic.buffer_bytes
-        memory = self._arena.view(torch.uint8)
-        x, first, again = (memory[i * size : (i + 1) * size].view(torch.int32) for i in range(REPEATED_BUFFERS))
+        size, inputs = work.traffic.result_bytes, work.traffic.input_bytes
+        x, memory = self._arena, self._arena.view(torch.uint8)[inputs:]
+        first, again = (memory[i * size : (i + 1) * size].view(torch.int32) for i in range(2))
         first.zero_()  # nothing is written between rows
         again.zero_()
         stream, launch = self._stream.cuda_stream, prepared(kernel, work)
@@ -267,21 +287,18 @@ class Stopwatch:
         base = self._arena.data_ptr()
         slots = traffic.slots(self._l2_bytes)
         launches = [launch % slots for launch in range(traffic.launches(self._l2_bytes))]
-        if traffic.codes_bytes:
+        if traffic.is_apart:
             if self._results.nbytes < slots * traffic.result_bytes:
                 self._results = self._results.new_empty(slots * traffic.result_bytes // 4 + 4)
             results = self._results.data_ptr()
-            addresses = [(base + i * traffic.buffer_bytes, results + i * traffic.result_bytes) for i in launches]
+            addresses = [(base + i * traffic.input_bytes, results + i * traffic.result_bytes) for i in launches]
         else:
             y_offset = 0 if traffic.destination is Destination.IN_PLACE else traffic.buffer_bytes
             starts = (base + i * traffic.footprint for i in launches)
             addresses = [(start, start + y_offset) for start in starts]
         # The driver may load code with a kernel's first launch, which must not happen inside a capture.
         x, y = addresses[0]
-        if traffic.codes_bytes:
-            prepared(kernel, work)(self._stream.cuda_stream, x, y)
-        else:
-            kernel.launch(self._stream.cuda_stream, x, x, *work[1:])
+        prepared(kernel, work)(self._stream.cuda_stream, x, y if traffic.is_apart else x)
         return LaunchGraph(self._stream.cuda_stream, kernel, addresses, work)
 
     def _timed(self, call: Callable[[], object]) -> _Interval:

@@ -28,13 +28,13 @@ from hadagen.measure.watch import Watch
 from hadagen.problem.bits import encode
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.launch import LaunchSpec, RowShape
-from hadagen.problem.operands import MATRIX, OperandValues, operands_of, sizes_for, verification_operands, written_of
+from hadagen.problem.operands import MATRIX, OperandValues, operands_of, sizes_for, verification_operands
 from hadagen.problem.problem import Numerics, Problem, Rows
-from hadagen.problem.regimes import timed_rows
+from hadagen.problem.regimes import destinations, timed_rows
 from hadagen.problem.trial import Outcome
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE, error_of, relative_error, sample_scale, scales_in_rows
-from hadagen.truth.reference import input_classes, transform, verification_scale
+from hadagen.truth.reference import exact_results, input_classes, verification_scale
 
 # Bytes of an element → type of its raw bits.
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -190,9 +190,10 @@ def _cases(problem: Problem, operands: list[OperandValues]) -> _Cases:
             padded[:, columns:] = 0.0
             bits = _bits(problem, encode(problem.io.input, padded[:, :columns]))
             for position, given in enumerate(operands if name == _LOOPED_CLASS else operands[:1]):
-                reference = torch.from_numpy(transform(problem, padded, scale, given)[:, :columns].copy())
+                exact, second = exact_results(problem, padded, scale, given)
+                reference = torch.from_numpy(exact[:, :columns].copy())
                 inputs = {each.name: _bits(problem, each.packed(problem, given[each.name])) for each in like_x}
-                written = {key: torch.from_numpy(one) for key, one in written_of(problem, padded, given).items()}
+                written = {key: torch.from_numpy(one) for key, one in second.items()}
                 cases[_CaseKey(name, columns, position)] = _Case(bits, reference, inputs, written)
     return cases
 
@@ -280,7 +281,7 @@ class Verifier:
             operands, loops = given[key.operands], key.input_class == _LOOPED_CLASS and key.operands == 0
             rows = case.rows((counts.looped if loops else counts.base) * together)
             taken = case.mapped(lambda each: each[rows])  # noqa: B023
-            ways = [(arranged, False), (arranged.in_place, True)][: 1 if problem.io.form else 2]
+            ways = [(arranged, False), (arranged.in_place, True)][: len(destinations(problem))]
             several = [self.run(kernel, problem, taken.bits, operands, *way, findings, taken.inputs) for way in ways]
             errors = findings.errors.setdefault(key.input_class, [])
             for results in several:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from hadagen.gpu.driver import LoadedKernel
 from hadagen.measure.cells import Traffic
+from hadagen.measure.copy import copy_params
 from hadagen.measure.timing import GRAPHS, Stopwatch, copy_work
-from hadagen.problem.launch import PARAMS
 
 # Copy times are no older than this when they are written beside a kernel's.
 _YARDSTICK_LIFE_S = 20.0
@@ -36,10 +36,10 @@ class Yardstick:
         now = time.monotonic()
         wanted = [t for t in dict.fromkeys(traffics) if now - self._taken.get(t, -math.inf) >= _YARDSTICK_LIFE_S]
         new = [traffic for traffic in wanted if traffic not in self._fastest]
-        for quantized in (False, True):
-            of_kind = [traffic for traffic in new if (traffic.codes_bytes > 0) is quantized]
-            copies = [copy for copy in self._copies if (copy.spec.params != PARAMS) is quantized]
-            rounds = [self._time(copy, of_kind) for copy in copies if of_kind]
+        for params in dict.fromkeys(map(copy_params, new)):
+            of_kind = [traffic for traffic in new if copy_params(traffic) == params]
+            copies = [copy for copy in self._copies if copy.spec.params == params]
+            rounds = [self._time(copy, of_kind) for copy in copies]
             for traffic in of_kind:
                 times = [samples[traffic] for samples in rounds]
                 self.us[traffic] = min(times)

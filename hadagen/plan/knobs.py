@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
 from typing import Any
 
 from hadagen.errors import UsageError, choice, shown
@@ -226,7 +225,7 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     if prologue := prologue_of(problem):
         load, *others = steps_of(replace(problem, prologue=""), knobs)
         return load, prologue.step(), *others
-    if problem.order > 1:
+    if problem.transform.has_matrix:
         return matrix_steps(problem, knobs)
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.io.input is DType.FLOAT32 else PACKED)]
     steps += _float32_low_bits(problem, knobs) if problem.io.input is DType.FLOAT32 else _low_bits(problem, knobs)
@@ -325,7 +324,7 @@ class _Converter:
 
     @property
     def carrier(self) -> str:
-        return reduce(lambda carrier, step: step.leaves or carrier, self.steps, "")
+        return next((step.leaves for step in reversed(self.steps) if step.leaves), "")
 
     def to(self, carrier: str) -> None:
         carrier = self._packed if carrier == PACKED else carrier

@@ -33,7 +33,7 @@ from hadagen.plan.steps.base import FP32, PACKED, Draft, Footprint, Step, mixed_
 from hadagen.plan.steps.conversions import Normalize
 from hadagen.plan.steps.exchanges import Exchange
 from hadagen.plan.steps.memory import Load, Prefetch, Trigger
-from hadagen.plan.steps.transforms import PARTS, Butterfly, Gather, Mma
+from hadagen.plan.steps.transforms import PARTS, Butterfly, Mma
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 
 MAX_EXCHANGES = 2
@@ -205,13 +205,7 @@ def footprint(problem: Problem, k: Knobs) -> Footprint:
 @lru_cache(maxsize=1024)  # enough while a walk changes the other knobs
 def _footprint(problem: Problem, *room: Any) -> Footprint:
     k = Knobs(**dict(zip(_ROOM, room, strict=True)))
-    # How many magnitudes cross shared memory depends on where all steps leave the values.
-    if problem.io.form or problem.order > 1:
-        return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), steps_of(problem, k)))
-    through = k.exchange_carrier, k.exchange_rounds, k.shared_layout
-    steps: list[Step] = [Load(k.load, k.stages), *(Exchange(pairs, *through) for pairs in exchanges_of(problem, k))]
-    steps += [Normalize()] * k.normalizes + [Gather()] * (k.block_bits == LOAD)
-    return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), tuple(steps)))
+    return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), steps_of(problem, k)))
 
 
 RULES.unused("rows", "there is no matrix, so no tile is multiplied")

@@ -132,7 +132,7 @@ def _check(plan: Draft) -> None:
     length = plan.problem.length
     if left := [str(axis) for axis in plan.loaded.axes.values() if axis.stride < length and axis not in done]:
         raise UsageError(f"{name}: index bits [{', '.join(left)}] are never transformed")
-    if sum(isinstance(step, Multiplies) for step in plan.steps) != (plan.problem.order > 1):
+    if sum(isinstance(step, Multiplies) for step in plan.steps) != plan.problem.transform.has_matrix:
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
     if sum(isinstance(step, Renumber) for step in plan.steps) != plan.problem.transform.swapped:
         raise UsageError(f"{name}: the steps do not exchange the bits of digits once")

@@ -46,7 +46,7 @@ def check_legal(problem: Problem, knobs: Knobs, arch: Arch) -> None:
 
 def rules_for(problem: Problem, arch: Arch) -> list[Rule]:
     """The rules that say which knobs are legal together, in the order in which the knobs are chosen."""
-    matrix = problem.order > 1
+    matrix = problem.transform.has_matrix
     rules = [*(MATRIX_RULES if matrix else RULES), *never_faster(arch, with_matrix=matrix)]
     return sorted(rules, key=lambda rule: KNOB_NAMES.index(rule.last))
 
@@ -92,7 +92,7 @@ class Space:
         row come first, or of `LEAST_CHUNKS` if rows are short, with about as many chunks as warps. Float32 goes through
         an mma in parts, so there each choice comes with shuffles too. With a matrix, `_seeds_with_matrix` says which.
         """
-        if self.problem.order > 1:
+        if self.problem.transform.has_matrix:
             return self._seeds_with_matrix()
         shapes: dict[int, list[Knobs]] = defaultdict(list)
         for shape in product(*(self.arch.search[name] for name in SHAPE)):

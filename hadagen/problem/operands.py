@@ -66,10 +66,31 @@ class Prologue:
         """The step that computes it, a `hadagen.plan.steps.base.Step` with `is_prologue`."""
         raise NotImplementedError
 
-    def results(self, problem: Problem, x: NDArray[Any], values: OperandValues) -> dict[str, NDArray[Any]]:
-        """What it computes of x, float64 [rows, n], of float64 numbers that x's type holds: "x", which is transformed,
-        and what it writes, by name."""
+    def results(
+        self, x: torch.Tensor, values: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Its formula in PyTorch: "x", the values to transform, and what it writes, by name.
+
+        x: float32 or float64 [rows, n]. values: of the operands that it reads, by name, of x's type: like x, or [n].
+        All are numbers that `dtype` holds, as x and y have it in memory; `rounded` rounds to it. The function must be
+        differentiable in all of them.
+        """
         raise NotImplementedError
+
+    @property
+    def read(self) -> list[str]:
+        """The names of what it reads besides x, in order."""
+        return [each.name for each in self.operands if not each.is_written]
+
+    @property
+    def written(self) -> list[str]:
+        """The names of what it writes, in order."""
+        return [each.name for each in self.operands if each.is_written]
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of a type that are nearest to values, in the type of the values."""
+    return values.to(dtype).to(values.dtype)
 
 
 def rows_like_x(name: str, *, is_written: bool = False) -> Operand:
@@ -108,9 +129,14 @@ PROLOGUES: dict[str, Prologue] = {}
 
 def prologue_of(problem: Problem) -> Prologue | None:
     """The prologue of a problem; None if it has none. Raises `UsageError` for one that is not known."""
-    if problem.prologue and problem.prologue not in PROLOGUES:
-        raise UsageError(f"prologue {shown(problem.prologue)} is not known; {choice(problem.prologue, PROLOGUES)}")
+    check_prologue(problem.prologue)
     return PROLOGUES.get(problem.prologue)
+
+
+def check_prologue(name: Any) -> None:
+    """Raises `UsageError` for what neither names a prologue nor is "", which is none."""
+    if not isinstance(name, str) or (name and name not in PROLOGUES):
+        raise UsageError(f"prologue {shown(name)} is not known; {choice(name, PROLOGUES) if PROLOGUES else 'none is'}")
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
@@ -134,6 +160,10 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     count = len(padded) // 16
     # Row 16 i + 8 a + g and column 16 j + 8 b + 2 t + c → part (i, j), lane 4 g + t, word 2 b + a, half c.
     return padded.view(count, 2, 8, count, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6).flatten()
+
+
+def _has_matrix(problem: Problem) -> bool:
+    return problem.transform.has_matrix
 
 
 def _packed_matrix(problem: Problem, matrix: NDArray[Any]) -> NDArray[Any]:
@@ -197,7 +227,7 @@ def _sample_scales(problem: Problem, units: int, random: np.random.Generator) ->
     return sample_scales(problem.io.form, units).reshape(-1)
 
 
-MATRIX = Operand("matrix", lambda problem: problem.order > 1, _random_matrix, _packed_matrix)
+MATRIX = Operand("matrix", _has_matrix, _random_matrix, _packed_matrix)
 SIGNS = tuple(Operand(name, _is_signed, _random_signs, is_optional=True) for name in ("signs_before", "signs_after"))
 SCALES = Operand("scales", _has_scales, None, numbers=_numbers_of_layout)
 TENSOR_SCALE = Operand("tensor_scale", _needs_scale, _sample_scales, numbers=_numbers_of_heads)
@@ -213,13 +243,6 @@ def operands_of(problem: Problem) -> list[Operand]:
     prologue = prologue_of(problem)
     operands = (*OPERANDS, *prologue.operands) if prologue else OPERANDS
     return [operand for operand in operands if operand.is_taken(problem)]
-
-
-def written_of(problem: Problem, x: NDArray[Any], values: OperandValues) -> dict[str, NDArray[Any]]:
-    """What the prologue of a problem writes for x, float64, by name."""
-    prologue = prologue_of(problem)
-    results = prologue.results(problem, x, values) if prologue else {}
-    return {name: result for name, result in results.items() if name != "x"}
 
 
 def params_for(problem: Problem, operands: Iterable[Operand] | None = None) -> tuple[Param, ...]:

@@ -109,11 +109,11 @@ class Transform:
         for name in ("signed", "swapped"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"{name} = {shown(value)} is not supported; give True or False")
-        times = f"{self.order} times " if self.order > 1 else ""
+        times = f"{self.order} times " if self.has_matrix else ""
         if not _is_size(self.n, 1, most) or self.n % self.order or self.length & (self.length - 1):
             said = f"n = {shown(self.n)} is not supported"
             raise UsageError(f"{said}; n must be {times}a power of two, and from 2 to {most}")
-        if self.swapped and (self.order > 1 or self.n.bit_length() % 2 == 0 or self.n == 1):
+        if self.swapped and (self.has_matrix or self.n.bit_length() % 2 == 0 or self.n == 1):
             raise UsageError(
                 f"swapped bits of n = {self.n} are not supported; n must be a power of four, without a matrix"
             )
@@ -122,6 +122,23 @@ class Transform:
     def length(self) -> int:
         """The order of H: a row is `order` rows of this length one after the other."""
         return self.n // self.order
+
+    @property
+    def has_matrix(self) -> bool:
+        """Whether a call gives A."""
+        return self.order > 1
+
+    @property
+    def size(self) -> str:
+        """n with its factors: "4096", or "14336 = 28 · 512" with a matrix."""
+        return f"{self.n} = {self.order} · {self.length}" if self.has_matrix else str(self.n)
+
+    @property
+    def formula(self) -> str:
+        """The matrix that a row is multiplied by, in words: "H_4096", or "(A_28 ⊗ H_512)ᵀ" with a matrix."""
+        factors = f"(A_{self.order} ⊗ H_{self.length})ᵀ" if self.has_matrix else f"H_{self.n}"
+        factors += " · P" * self.swapped  # which exchanges the bits of each base-4 digit
+        return f"D_before · {factors} · D_after" if self.signed else factors
 
 
 def _is_size(value: Any, least: int, most: int) -> bool:
@@ -223,6 +240,7 @@ class Problem:
         rule: str | None = None,
         layout: str = "row-major",
         round_first: bool = False,
+        prologue: str = "",
     ) -> Problem:
         """The problem whose output has the type of its input, or is quantized to a format. Raises `UsageError`, as
         `Transform` and `Io` do.
@@ -239,10 +257,11 @@ class Problem:
             if not isinstance(round_first, bool):
                 raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
             form = Format.choose(to, group, rule, layout).for_rows(columns, round_first)
-            return cls(transform, Io(dtype, form, numerics, rows))  # type: ignore[arg-type]  # which it converts
+            return cls(transform, Io(dtype, form, numerics, rows), prologue)  # type: ignore[arg-type]  # it converts
         check_no_format(columns, group, rule, layout, round_first)
         output: Any = dtype if to is None else to
-        return cls(Transform(n, order, signed, swapped), Io(dtype, output, numerics, rows))  # type: ignore[arg-type]
+        io = Io(dtype, output, numerics, rows)  # type: ignore[arg-type]
+        return cls(Transform(n, order, signed, swapped), io, prologue)
 
     @classmethod
     def parse(cls, key: str) -> Problem:
@@ -256,7 +275,7 @@ class Problem:
         """Its canonical name, such as "n4096-float16-fast". A key that names no rows means contiguous rows."""
         output = ("to", self.io.form.key) if self.io.form else ()
         rows = () if self.io.rows is Rows.CONTIGUOUS else (self.io.rows.value,)
-        order = (f"k{self.order}",) if self.order > 1 else ()
+        order = (f"k{self.order}",) if self.transform.has_matrix else ()
         flags = tuple(name for name in ("swapped", "signed") if getattr(self.transform, name))
         after = ("after", self.prologue) if self.prologue else ()
         return "-".join(
@@ -283,7 +302,7 @@ class Problem:
     @property
     def odd_factor(self) -> int:
         """The odd factor of `unit` where there is no matrix: a tile has that many warps, times a power of two."""
-        return self.unit // (self.unit & -self.unit) if self.order == 1 else 1
+        return 1 if self.transform.has_matrix else self.unit // (self.unit & -self.unit)
 
     @property
     def bits(self) -> int:
@@ -312,9 +331,9 @@ class Problem:
     def _has_steps_to_round_between(self) -> bool:
         """Of a result that is quantized: whether there are two mma for H, an exchange, or H and a matrix. H beside a
         matrix is rounded in no other way than to 16 bits."""
-        if self.order == 1:
-            return self.bits >= _BITS_OF_TWO_MMA
-        return self.bits > 0 and not (self.io.form and self.io.form.rounds_first)
+        if self.transform.has_matrix:
+            return self.bits > 0 and not (self.io.form and self.io.form.rounds_first)
+        return self.bits >= _BITS_OF_TWO_MMA
 
     @property
     def keeps_16_bits(self) -> bool:
@@ -355,7 +374,7 @@ class Problem:
     @property
     def _fast_error(self) -> float:
         """The error of what `fast` kernels are compared with: HadaCore's, or with a matrix, of two roundings."""
-        if self.order > 1:
+        if self.transform.has_matrix:
             return ROUNDING_ERROR[self.io.input] * 2**0.5
         errors = HADACORE_ERROR[self.io.input]
         return errors[min(self.bits, len(errors)) - 1]
@@ -380,8 +399,11 @@ def kernel_order(order: int, length: int) -> int:
     provided that a matrix of that order is supported. Else the part is H of order 2, 4, …, as long as H of order 32 is
     left: operands have 16 rows each, and what a matrix lacks to a multiple of 16 rows is computed and kept like the
     rest. So a matrix of less than 32 rows takes in a part if more than a fifth of the rows of its operands would be
-    empty, and any matrix if a long row fits in shared memory without what it lacks, but not with it. order: at least 2.
+    empty, and any matrix if a long row fits in shared memory without what it lacks, but not with it. 1, no matrix,
+    stays 1.
     """
+    if order == 1:
+        return 1
     if 1 < length < LEAST_LENGTH:
         return order * length if order * length <= MAX_ORDER else order
     n = order * length

@@ -43,8 +43,8 @@ BUCKETS_OF_LONG_ROWS = tuple(odd << k for k in range(18, 21) for odd in (5, 7))
 
 
 def destinations(problem: Problem) -> tuple[Destination, ...]:
-    """Where the results of a problem may go. What is quantized goes elsewhere."""
-    return (Destination.OUT_OF_PLACE,) if problem.io.form else tuple(Destination)
+    """Where the results of a problem may go. Codes, and results behind a prologue, do not replace the input."""
+    return (Destination.OUT_OF_PLACE,) if problem.io.form or problem.prologue else tuple(Destination)
 
 
 def timed_elements(problem: Problem, nominal: int) -> int:

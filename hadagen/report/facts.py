@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from math import isfinite
 
 from hadagen.errors import printable
 from hadagen.plan.knobs import knobs_text
 from hadagen.problem.problem import Problem
 from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
-from hadagen.report.names import device_name, series_name
+from hadagen.report.names import device_name, series_name, short_text
 from hadagen.report.sources import Source
 from hadagen.tuning_db.bundle import BundleEntry
 
@@ -40,12 +40,11 @@ class Head:
 
 def head_of(source: Source) -> Head:
     """`measured` and `estimated` count trials, or winners if there are no trials."""
-    what: Sequence[Trial | BundleEntry] = source.trials or source.winners
-    dates = sorted(each.date for each in what if each.date)
-    provenances = Counter(each.provenance for each in what)
+    dates = sorted(each.date for each in source.timed if each.date)
+    provenances = Counter(each.provenance for each in source.timed)
     return Head(
-        archs=tuple(sorted({printable(each.arch) for each in what})),
-        gpus=tuple(sorted({printable(each.environment.gpu) for each in what} - {""})),
+        archs=tuple(sorted({printable(each.arch) for each in source.timed})),
+        gpus=tuple(sorted({printable(each.environment.gpu) for each in source.timed} - {""})),
         problems=len(source.problems),
         winners=len(source.winners),
         kernels=len({entry.kernel for entry in source.winners}),
@@ -123,7 +122,7 @@ def failures(trials: Iterable[Trial], most: int = MOST_DETAILS) -> tuple[list[Fa
             outcome,
             len(group),
             len({trial.problem for trial in group}),
-            _short(group[0].detail) or "no detail",
+            short_text(" ".join(group[0].detail.split()), _DETAIL_LENGTH) or "no detail",
             group[0].problem.key,
             printable(knobs_text(group[0].knobs)),
         )
@@ -132,17 +131,10 @@ def failures(trials: Iterable[Trial], most: int = MOST_DETAILS) -> tuple[list[Fa
     return found, sum(len(group) for _, group in ordered[most:])
 
 
-def _short(detail: str) -> str:
-    line = printable(" ".join(detail.split()))
-    return line if len(line) <= _DETAIL_LENGTH else line[: _DETAIL_LENGTH - 1] + "…"
-
-
 def environments(source: Source) -> list[tuple[Environment, int]]:
     """The devices and software, with the number of trials, or of winners if there are no trials; in order."""
-    what: Sequence[Trial | BundleEntry] = source.trials or source.winners
-    counts = Counter(each.environment for each in what)
-    order = [field.name for field in fields(Environment)]
-    return sorted(counts.items(), key=lambda item: [getattr(item[0], name) for name in order])
+    counts = Counter(each.environment for each in source.timed)
+    return sorted(counts.items(), key=lambda item: astuple(item[0]))
 
 
 @dataclass(frozen=True)

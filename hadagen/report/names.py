@@ -17,10 +17,10 @@ _LONGEST = 48  # characters of a text in a chart
 
 
 @lru_cache(maxsize=4096)
-def short_text(text: str) -> str:
+def short_text(text: str, most: int = _LONGEST) -> str:
     """The text on one line, cut if it is long."""
-    line = printable(text[: 4 * _LONGEST])
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+    line = printable(text[: 4 * most])
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def device_name(gpu: str, arch: str) -> str:
@@ -38,7 +38,7 @@ def kind_name(problem: Problem) -> str:
     """All that a problem computes but n, type and numerics: "contiguous rows", "with a matrix, signed, to int8-row"."""
     of, form = problem.transform, problem.io.form
     rows = "pitched rows" if problem.io.rows is Rows.PITCHED else PLAIN
-    parts = ["rows with a matrix" if of.order > 1 else rows]
+    parts = ["rows with a matrix" if of.has_matrix else rows]
     parts += ["swapped bits"] * of.swapped + ["signs"] * of.signed + ([f"to {format_name(form)}"] if form else [])
     return ", ".join(parts)
 
@@ -55,8 +55,8 @@ def format_name(form: Format) -> str:
 
 def size_name(problem: Problem) -> str:
     """Its n, and what else of its size the kind leaves open: "4096", "14336 = 28 · 512", "128 in rows of 4096"."""
-    name = f"{problem.n} = {problem.order} · {problem.length}" if problem.order > 1 else str(problem.n)
-    return f"{name} in rows of {problem.unit}" if problem.unit > problem.n and problem.n > 1 else name
+    size = problem.transform.size
+    return f"{size} in rows of {problem.unit}" if problem.unit > problem.n and problem.n > 1 else size
 
 
 def short_count(elements: int) -> str:

@@ -99,7 +99,7 @@ def speed_over_n(winners: Iterable[BundleEntry]) -> list[OverN]:
             problem = time.entry.problem
             key = _shown(time.entry), series_name(problem), where
             found[key][problem.n].append(time.fraction)
-            if problem.order > 1:
+            if problem.transform.has_matrix:
                 with_matrix.add(key)
     return [
         OverN(
@@ -133,12 +133,8 @@ def speed_over_sizes(winners: Iterable[BundleEntry]) -> list[OverSizes]:
 def _times(winners: Iterable[BundleEntry]) -> Iterator[_Time]:
     """The times of winners, without those that stand in for others on GPUs that hold no large clusters."""
     for entry in winners:
-        if entry.portable:
-            continue
-        if entry.hot_us is not None and entry.hot_copy_us is not None:
-            yield _Time(entry, Cache.HOT, entry.hot_us, entry.hot_copy_us)
-        if entry.cold_us is not None and entry.cold_copy_us is not None:
-            yield _Time(entry, Cache.COLD, entry.cold_us, entry.cold_copy_us)
+        if not entry.portable:
+            yield from (_Time(entry, cache, *times) for cache, times in entry.times.items())
 
 
 def _shown(entry: BundleEntry) -> Shown:

@@ -138,12 +138,12 @@ def _measured_device(device: Any) -> tuple[int, Device]:
 
 
 def _known_knobs(problem: Problem) -> list[Mapping[str, Any]]:
-    """The knobs of all entries of a problem, or else of its parent, in the bundles there are; with a matrix, or else
-    of the nearest problem."""
+    """The knobs of all entries of a problem in the bundles there are, or else of its parent, or else of the nearest
+    problem."""
     parents = [problem]
     while parents[-1].parent:
         parents.append(parents[-1].parent)
-    tuned = {each for bundle in bundles.known() for each in bundle.problems()} if problem.order > 1 else ()
+    tuned = {each for bundle in bundles.known() for each in bundle.problems()}
     for near in (*parents, *nearest_problems(parents[-1], tuned)):
         found: list[Mapping[str, Any]] = []
         for bundle in bundles.known():

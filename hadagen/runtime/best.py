@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hadagen.errors import UsageError, shown
 from hadagen.problem.launch import LaunchSpec
+from hadagen.problem.operands import check_prologue
 from hadagen.problem.problem import MAX_LOG2_N, Problem, Rows, kernel_order, padded_length
 from hadagen.problem.regimes import Destination
 from hadagen.problem.target import arch_of_gpu
@@ -91,7 +92,8 @@ def _problem_of_call(
     n = as_int(n)
     if not is_count(n):
         raise UsageError(f"n = {shown(n)} is not supported; give a whole number, at least 1, a Rotation or a problem")
-    if asked["to"] is None and not said and n & (n - 1) and n < 1 << MAX_LOG2_N:  # which hadamard_transform pads
+    pads = asked["to"] is None and not said and not asked["prologue"]  # as hadamard_transform does
+    if pads and n & (n - 1) and n < 1 << MAX_LOG2_N:
         problem = Problem.of(padded_length(n), name, numerics, Rows.PITCHED, **asked)
         return problem, problem.n
     return Problem.of(n, name, numerics, **said, **asked), asked["columns"] or n
@@ -127,6 +129,7 @@ def best_config(
     rule: str | None = None,
     layout: str = "row-major",
     round_first: bool = False,
+    before: str = "",
 ) -> BestConfig:
     """The kernel that a call of `hadamard_transform`, a `Rotation` or `rotate_quantize` runs; nothing is run. With
     `arch` it needs no GPU. Arguments are as for `warmup`, with one value each.
@@ -153,14 +156,15 @@ def best_config(
     no kernel computes, a device of another arch, rows below 1, or if there is no device; `StorageError` if
     HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
+    check_prologue(before)
     is_whole = isinstance(n, (Problem, str, Mapping))
     if is_whole and rows is None:
         rows, dtype = cast(Any, dtype), None
     for name, value in (("rows", rows), *(() if is_whole else (("dtype", dtype),))):
         if value is None:
             raise UsageError(f"best_config: missing a required argument: {name!r}; {_EXAMPLE}")
-    if is_whole and (dtype is not None or to is not None or not is_one_of(numerics, ["accurate"])):
-        raise UsageError("a problem has its dtype, numerics and format; leave out dtype, numerics and to")
+    if is_whole and (dtype is not None or to is not None or before or not is_one_of(numerics, ["accurate"])):
+        raise UsageError("a problem has its dtype, numerics and format; leave out dtype, numerics, to and before")
     rows = as_int(rows)
     if not is_count(rows):
         raise UsageError(f"rows = {shown(rows)} is not supported; give a whole number of rows, at least 1")
@@ -179,7 +183,7 @@ def best_config(
     said |= {"signed": True} if signed else {}
     if not is_whole:
         form = {"group": as_int(group), "rule": rule, "layout": layout, "round_first": bool(round_first)}
-        asked = {"to": to, "columns": as_int(columns), **form}
+        asked = {"to": to, "columns": as_int(columns), **form, "prologue": before}
         problem, width = _problem_of_call(n, dtype, numerics, said, asked)
         rows = rows * width // problem.n
     elif isinstance(n, Mapping):
@@ -187,7 +191,7 @@ def best_config(
     else:
         problem = as_problem(n)
         problem = replace(problem, transform=replace(problem.transform, **said))
-    if said.get("order") and problem.order > 1:
+    if "order" in said:
         of_kernels = kernel_order(problem.order, problem.length)
         problem = replace(problem, transform=replace(problem.transform, order=of_kernels))
     target = find_device(device, arch)

@@ -70,7 +70,7 @@ class Run:
     launch: takes the addresses of x, of each result, and of what else differs from call to call.
     outputs: what each result is like. Tensors that are written instead are like them too.
     of, options: the operator with whose derivative the call comes again, and its options; or the format of codes.
-    make_last: makes the last of several results; by default it holds any values.
+    make_scales: makes the second result; by default it holds any values.
     clears: whether a tensor that takes the last result is filled with zeros first.
     """
 
@@ -81,26 +81,29 @@ class Run:
         outputs: Sequence[Output],
         of: Any = None,
         options: Any = None,
-        make_last: Callable[[], torch.Tensor] | None = None,
+        make_scales: Callable[[], torch.Tensor] | None = None,
         clears: bool = False,
     ) -> None:
         self.launch, self.device, self.outputs, self.of, self.options = launch, x.get_device(), outputs, of, options
         self._bytes, self._sizes = span(x), [_bytes_of(output) for output in outputs]
-        first, *others = [partial(_EMPTY[x.device.type], *output) for output in outputs]
-        self._make, self._make_last = first, (make_last or others[0]) if others else None
+        makers: list[Callable[[], torch.Tensor]] = [partial(_EMPTY[x.device.type], *output) for output in outputs]
+        if make_scales is not None:
+            makers[1] = make_scales
+        self._make, *self._others = makers
         self._clears = clears
         self._alone = torch.cuda.device_count() == 1  # a single device is always current
 
     def new(self, x: int, *others: int) -> Any:
-        """The result, or the two results, for x at this address. others: what the launch takes last."""
+        """The result, or a tuple of the results, for x at this address. others: what the launch takes last."""
         device = self.device
         if not (self._alone or streams.current_device() == device):
             with torch.cuda.device(device):
                 return self.new(x, *others)
-        y = result = self._make()
-        if self._make_last is not None:
-            last = self._make_last()
-            result, others = (y, last), (last.data_ptr(), *others)
+        y: torch.Tensor = self._make()
+        result: Any = y
+        if self._others:
+            more = [make() for make in self._others]
+            result, others = (y, *more), (*[each.data_ptr() for each in more], *others)
         if others:
             self.launch(streams.raw_stream(device), x, y.data_ptr(), *others)
         else:
@@ -289,9 +292,11 @@ def takes_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda and x.numel() > 0
 
 
-def rotation_problem(x: torch.Tensor, of: RotateArguments, to: Format | None = None) -> Problem | None:
-    """The problem of a kernel that does all of a rotation; None if no kernel can. to: the format of the result. Raises
-    `UsageError` where that does not fit the rows."""
+def rotation_problem(
+    x: torch.Tensor, of: RotateArguments, to: Format | None = None, prologue: str = ""
+) -> Problem | None:
+    """The problem of a kernel that does all of a rotation; None if no kernel can. to: the format of the result.
+    prologue: the name of what comes before. Raises `UsageError` where the format does not fit the rows."""
     order = of.orders[0] if of.matrices is not None else 1
     operands = [each for each in (of.matrices, of.signs, of.signs_after) if each is not None]
     if (
@@ -302,9 +307,8 @@ def rotation_problem(x: torch.Tensor, of: RotateArguments, to: Format | None = N
     ):
         return None
     signed = of.signs is not None or of.signs_after is not None
-    return kernels.problem_of(
-        of.n, x.dtype, of.numerics, Rows.CONTIGUOUS, order=order, signed=signed, swapped=of.swapped, to=to
-    )
+    transform: dict[str, Any] = {"order": order, "signed": signed, "swapped": of.swapped}
+    return kernels.problem_of(of.n, x.dtype, of.numerics, Rows.CONTIGUOUS, **transform, to=to, prologue=prologue)
 
 
 def launch_of(

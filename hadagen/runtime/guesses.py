@@ -1,5 +1,5 @@
-"""Kernels for problems with a matrix, signs or a format that no bundle has: recipes with the knobs that are good for
-the nearest problem that one has."""
+"""Kernels for problems with a matrix, signs, a format or a prologue that no bundle has: recipes with the knobs that are
+good for the nearest problem that one has."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
 def may_be_guessed(problem: Problem) -> bool:
-    """Whether it has contiguous rows, and a matrix, signs or a format, so that a rotation or a quantizer may ask for
-    it."""
-    special = problem.order > 1 or problem.transform.signed or problem.io.form is not None
-    return problem.io.rows is Rows.CONTIGUOUS and special
+    """Whether it has contiguous rows, and a matrix, signs, a format or a prologue, so that a rotation or a quantizer
+    may ask for it."""
+    of = problem.transform
+    special = of.has_matrix or of.signed or problem.io.form is not None or problem.prologue
+    return problem.io.rows is Rows.CONTIGUOUS and bool(special)
 
 
 def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem]:
     """Those of the same io, and with a format those of a similar one, or of none; with a matrix if the problem has one
-    and else without. Nearest first: by the ratios of orders and of lengths, and by how similar formats are. Of two
-    equally near, the one of the same io comes first, and then the one that has signs if the problem has some."""
+    and else without; with its prologue or none. Nearest first: by the ratios of orders and of lengths, and by how
+    similar formats are. Of two equally near, the one of the same io comes first, then the one of the same prologue, and
+    then the one that has signs if the problem has some."""
 
-    def distance(other: Problem) -> tuple[float, bool, bool, Problem]:
-        same = other.io == problem.io, other.transform.signed == problem.transform.signed
+    def distance(other: Problem) -> tuple[float, bool, bool, bool, Problem]:
         apart = difference(problem, other) + (_apart(other.io, problem.io) or 0)
-        return apart, not same[0], not same[1], other
+        signs_differ = other.transform.signed != problem.transform.signed
+        return apart, other.io != problem.io, other.prologue != problem.prologue, signs_differ, other
 
-    similar = {
-        each for each in known if _apart(each.io, problem.io) is not None and (each.order > 1) == (problem.order > 1)
-    }
-    return sorted(similar - {problem}, key=distance)
+    def is_similar(other: Problem) -> bool:
+        same = other.transform.has_matrix is problem.transform.has_matrix
+        alike = same and other.prologue in ("", problem.prologue)
+        return alike and _apart(other.io, problem.io) is not None
+
+    return sorted(set(filter(is_similar, known)) - {problem}, key=distance)
 
 
 def _apart(one: Io, other: Io) -> int | None:
@@ -53,7 +57,8 @@ def adapted(
     problem: Problem, entries: Mapping[int, BundleEntry], bundle: Bundle, device: Device
 ) -> dict[int, BundleEntry]:
     """Entries of another problem, by element count, as estimates for this one: recipes with the nearest legal knobs.
-    None where no knobs are legal. Signs take registers of a thread. An SM should hold as many blocks in spite of them.
+    None where no knobs are legal. Signs and a prologue take registers of a thread. An SM should hold as many blocks in
+    spite of them.
 
     Raises `ToolchainError` if kernels cannot be generated here, and `StorageError` if the bundle is damaged.
     """
@@ -63,7 +68,8 @@ def adapted(
     for elements, entry in entries.items():
         arch = device.arch if device.arch in known_archs() else entry.arch
         adds_signs = problem.transform.signed and not entry.problem.transform.signed
-        registers = _registers(bundle, entry.kernel) if adds_signs and entry.compiled and arch == entry.arch else 0
+        takes_more = adds_signs or problem.prologue != entry.problem.prologue
+        registers = _registers(bundle, entry.kernel) if takes_more and entry.compiled and arch == entry.arch else 0
         recipe = closest_recipe(problem, knobs_key(entry.knobs), arch, registers)
         if recipe is not None:
             found[elements] = replace(

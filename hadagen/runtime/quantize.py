@@ -304,6 +304,8 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
     if given is None:
         raise UsageError(f"{form.name} needs a tensor_scale; pass a number, or a tensor with one element")
     if isinstance(given, torch.Tensor):
+        if _is_ready(given, x):
+            return given
         check_is_tensor(given, "tensor_scale")
         is_plain = given.layout is torch.strided and given.dtype == torch.float32 and given.numel() == 1
         if not is_plain or given.is_nested or given.device != x.device:
@@ -323,6 +325,19 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
         _check_is_possible(given, form)
         given = given if given <= _MOST else math.inf
     return torch.full((), given, dtype=torch.float32, device=x.device)
+
+
+def _is_ready(given: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether it is what `_tensor_scale` returns, as it nearly always is on a GPU."""
+    return (
+        calls.is_plain(given)
+        and given.is_cuda
+        and given.get_device() == x.get_device()
+        and given.dim() == 0
+        and given.dtype == torch.float32
+        and not given.requires_grad
+        and has_only_memory(given)
+    )
 
 
 def _scales_of_heads(given: Any, form: Format, x: torch.Tensor) -> torch.Tensor:
@@ -362,18 +377,22 @@ def _check_is_possible(number: float, form: Format) -> None:
 def problems_of(
     x: torch.Tensor,
     rotation: Rotation | int,
-    form: Format,
+    form: Format | None,
     round_first: bool,
     numerics: str,
     batch_invariant: bool,
+    prologue: str = "",
 ) -> tuple[Problem | None, ...]:
-    """The problems of the kernel that quantizes tensors like x, and of the kernels that rotate if there is no such
-    kernel. None if no kernel can. Raises what a call with these arguments raises."""
+    """The problems of the kernel that does all of a call with tensors like x, and of the kernels that rotate if there
+    is no such kernel. None if no kernel can. form: None without a quantizer. Raises what a call with these arguments
+    raises."""
     of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
-    form = form.by_kernels
     length = of.n // math.prod(of.orders)
+    whole = (
+        problem_for(x, of, form.by_kernels, round_first, prologue) if form else rotation_problem(x, of, None, prologue)
+    )
     return (
-        problem_for(x, of, form, round_first),
+        whole,
         rotation_problem(wide, of),
         kernels.problem_of(length, wide.dtype, "accurate", Rows.CONTIGUOUS),
     )

@@ -13,7 +13,7 @@ import torch
 
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem.formats import ROW, TENSOR, Format, Layout
-from hadagen.problem.operands import sizes_for
+from hadagen.problem.operands import Prologue, sizes_for
 from hadagen.problem.problem import LEAST_GROUP, Problem
 from hadagen.runtime import calls
 from hadagen.runtime.calls import ALIGNMENT, Output, Run, needs_derivative, rotation_problem, span
@@ -98,19 +98,21 @@ def make(
     given: torch.Tensor | None,
     out: Sequence[torch.Tensor] | None = None,
     what: Any = None,
+    values: torch.Tensor | None = None,
 ) -> Results:
     """Codes and scales of x, which has memory and no derivative. Where the call has one scale, only codes say anything.
 
     given: the scale of the call, if the format needs one. out: what the results are written into. what: that of a call
-    which comes again without the operator; it is remembered if a kernel takes x as it lies.
+    which comes again without the operator; it is remembered if a kernel takes x as it lies. values: float32 or float64
+    numbers of x's shape to take in place of x, in PyTorch.
     """
     as_made = form.by_kernels
-    rows = x.permute(order_of(x, as_made))
+    rows = (x if values is None else values).permute(order_of(x, as_made))
     if calls.takes_kernels(x) and not is_ready(rows):
         rows, what = rows.clone(memory_format=torch.contiguous_format), None
-    run = _run(rows, x, of, as_made, round_first, given)
+    run = _run(rows, x, of, as_made, round_first, given) if values is None else None
     if run is None:
-        codes, scales = shaped(x, as_made, *_in_pytorch(rows, of, as_made, round_first, given))
+        codes, scales = shaped(x, as_made, *_in_pytorch(rows, of, as_made, round_first, given, x.dtype))
     else:
         others = [] if given is None else [given.data_ptr()]
         places = [each.data_ptr() for each in out or ()]
@@ -151,9 +153,18 @@ def _run(
     asked = calls.number_of(of), of.numerics, of.batch_invariant
     what = *order_of(x, form), form.key, round_first, heads, *asked
     run = calls.known(rows, what)
-    if run is not None:
-        return run
-    problem, columns = problem_for(x, of, form, round_first), x.shape[-1]
+    if run is None and (run := run_for(x, of, form, round_first, heads)):
+        calls.remember(rows, what, False, run)
+    return run
+
+
+def run_for(
+    x: torch.Tensor, of: RotateArguments, form: Format, round_first: bool, heads: int, before: Prologue | None = None
+) -> Run | None:
+    """What launches a kernel for tensors like x without gaps, in which so many heads have a scale; None if there is no
+    kernel. The launch takes the addresses of codes, of scales if there are some, and of what the prologue writes; then
+    that of the tensor_scale if the format needs one, and of what the prologue reads."""
+    problem, columns = problem_for(x, of, form, round_first, before.name if before else ""), x.shape[-1]
     if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
         return None
     if of.batch_invariant and columns % problem.unit:  # where kernels take some numbers of rows only
@@ -162,35 +173,43 @@ def _run(
     if rest:
         return None
     count, groups, of_tensor = x.numel() // columns, form.scales_in_row(columns), form.group == TENSOR
-    changing = [*([] if of_tensor else ["scales"]), *["tensor_scale"] * form.needs_scale]
+    written, read = (before.written, before.read) if before else ([], [])
+    changing = [*["scales"] * (not of_tensor), *written, *["tensor_scale"] * form.needs_scale, *read]
     launch = calls.launch_of(x, of, problem, False, sizes_for(form, count, columns, units_in_head), changing)
     if launch is None:
         return None
-    outputs: Sequence[Output] = outputs_of(x, form)
-    dtype, make_last = outputs[1][2], None
-    if of_tensor:
-        outputs = outputs[:1]
-    elif quantizer.room(count, groups, form.layout, dtype.itemsize) > count * groups:
-        make_last = functools.partial(quantizer.laid_out_empty, count, groups, form.layout, dtype, x.device)
-    clears = make_last is not None and form.layout is Layout.SWIZZLED
-    return calls.remember(rows, what, False, Run(x, launch, outputs, None, form, make_last, clears))
+    of_codes, of_scales = outputs_of(x, form)
+    outputs = [of_codes, *[of_scales] * (not of_tensor), *[calls.like(x)] * len(written)]
+    dtype, make_scales = of_scales[2], None
+    if not of_tensor and quantizer.room(count, groups, form.layout, dtype.itemsize) > count * groups:
+        make_scales = functools.partial(quantizer.laid_out_empty, count, groups, form.layout, dtype, x.device)
+    clears = make_scales is not None and form.layout is Layout.SWIZZLED
+    return Run(x, launch, outputs, None, form, make_scales, clears)
 
 
-def problem_for(x: torch.Tensor, of: RotateArguments, form: Format, round_first: bool) -> Problem | None:
+def problem_for(
+    x: torch.Tensor, of: RotateArguments, form: Format, round_first: bool, prologue: str = ""
+) -> Problem | None:
     """The problem of a kernel that does all of it; None if no kernel can."""
     try:
-        return rotation_problem(x, of, form.for_rows(x.shape[-1], round_first))
+        return rotation_problem(x, of, form.for_rows(x.shape[-1], round_first), prologue)
     except UsageError:  # groups that are no part of a tile
         return None
 
 
 def _in_pytorch(
-    rows: torch.Tensor, of: RotateArguments, form: Format, round_first: bool, given: torch.Tensor | None
+    rows: torch.Tensor,
+    of: RotateArguments,
+    form: Format,
+    round_first: bool,
+    given: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> Results:
+    """dtype: the type of x."""
     values = rotated(rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format), of, True)
     if round_first:
-        values = values.to(rows.dtype).float()
-    return quantizer.quantize(values.view(-1, rows.shape[-1]), form, rows.dtype, given)
+        values = values.to(dtype).float()
+    return quantizer.quantize(values.view(-1, rows.shape[-1]), form, dtype, given)
 
 
 # ---- out= ------------------------------------------------------------------------------------------------------------
@@ -253,24 +272,27 @@ def check_free(
 _OUT_AT = 15  # where codes and scales of out stand behind x
 # In compiled code too, results have the strides that those of x say.
 _EXACT_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
-_format = functools.lru_cache(maxsize=256)(Format.choose)
+format_of = functools.lru_cache(maxsize=256)(Format.choose)
 
 
 def _arguments(*options: Any) -> tuple[RotateArguments, Format, bool, torch.Tensor | None]:
     of: Any = *options[:6], False, *options[6:9]
-    return RotateArguments(*of), _format(*options[9:13]), options[13], options[14]
+    return RotateArguments(*of), format_of(*options[9:13]), options[13], options[14]
 
 
 def _new(x: torch.Tensor, *options: Any) -> Results:
-    arguments = _arguments(*options)
-    _check(x, *arguments)
-    codes, scales = make(x, *arguments)
-    if arguments[1].group == TENSOR:
-        scales = codes.new_zeros((), dtype=torch.float32)  # says nothing; an operator returns no argument
-    return codes, scales
+    of, form, round_first, given = _arguments(*options)
+    check_arguments(x, of, given)
+    codes, scales = make(x, of, form, round_first, given)
+    return codes, no_scales(x) if form.group == TENSOR else scales
 
 
-def _check(x: torch.Tensor, of: RotateArguments, form: Format, round_first: bool, given: torch.Tensor | None) -> None:
+def no_scales(x: torch.Tensor) -> torch.Tensor:
+    """In place of scales where the call has one, because an operator returns no argument. It says nothing."""
+    return x.new_zeros((), dtype=torch.float32)
+
+
+def check_arguments(x: torch.Tensor, of: RotateArguments, given: torch.Tensor | None) -> None:
     """Raises `TensorError` for arguments of different devices, of which kernels would read any memory."""
     check(x, of)
     check_whole(of)
@@ -279,10 +301,13 @@ def _check(x: torch.Tensor, of: RotateArguments, form: Format, round_first: bool
 
 
 def _shapes(x: torch.Tensor, *options: Any) -> Results:
+    of, form, _, given = _arguments(*options)
+    check_arguments(x, of, given)
+    return empty_results(x, form)
+
+
+def empty_results(x: torch.Tensor, form: Format) -> Results:
     """Codes and scales of a tensor without memory."""
-    arguments = _arguments(*options)
-    _check(x, *arguments)
-    form = arguments[1]
     codes, scales = (x.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in outputs_of(x, form))
     if form.layout.in_columns:  # in memory that ends with what fills up the last column
         memory = scales.new_empty(scales.shape[1] * scales.stride(1))
@@ -292,7 +317,7 @@ def _shapes(x: torch.Tensor, *options: Any) -> Results:
 
 def _into(x: torch.Tensor, *options: Any) -> None:
     of, form, round_first, given = _arguments(*options[:_OUT_AT])
-    _check(x, of, form, round_first, given)
+    check_arguments(x, of, given)
     written = written_of(options[_OUT_AT:], form)
     check_outputs(written, outputs_of(x, form), x)
     check_free(written, x, given, form, of.tensors)
@@ -300,9 +325,8 @@ def _into(x: torch.Tensor, *options: Any) -> None:
 
 
 def _shapes_into(x: torch.Tensor, *options: Any) -> None:
-    arguments = _arguments(*options[:_OUT_AT])
-    _check(x, *arguments)
-    form = arguments[1]
+    of, form, _, given = _arguments(*options[:_OUT_AT])
+    check_arguments(x, of, given)
     check_outputs(written_of(options[_OUT_AT:], form), outputs_of(x, form), x)
 
 

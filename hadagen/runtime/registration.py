@@ -24,7 +24,7 @@ def register_with_torch() -> None:
 
 def _register() -> None:
     with suppress(Exception):  # which the first use of a name raises, and `import torch` must not
-        for name in ("transform", "quantize"):  # which import all others
+        for name in ("transform", "quantize", "prologue_operator"):  # which import all others
             import_module(f"hadagen.runtime.{name}")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hadagen.errors import UsageError, shown
 from hadagen.problem.formats import Format
+from hadagen.problem.operands import check_prologue
 from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
 from hadagen.runtime import kernels
 from hadagen.runtime.arguments import as_int, explained, is_count, is_flag
@@ -38,6 +39,7 @@ def warmup(
     rule: str | None = None,
     layout: str = "row-major",
     round_first: bool = False,
+    before: str = "",
 ) -> int:
     """Load the kernels of later calls now, so that no call waits for a kernel or loads it during a CUDA graph capture.
     Kernels without a cubin for the GPU are compiled, as many at a time as there are CPUs.
@@ -53,6 +55,8 @@ def warmup(
         rotation. inplace is ignored.
     columns: the last dimensions of the later tensors; by default n, or the n of the `Rotation`.
     group, rule, layout, round_first: as in the later calls.
+    before: the name of a prologue of later calls (`hadagen.problem.operands.PROLOGUES`). n is then the rotation, as for
+        `to`.
 
     Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
     With HADAGEN_AUTOTUNE=1, each problem of these calls is measured first, unless it was measured before.
@@ -72,30 +76,31 @@ def warmup(
         raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
     if to is None:
         check_no_format(columns, group, rule, layout, bool(round_first))
-    rotations = _several(n)
-    lengths = [_whole(each if to is None else getattr(each, "n", each), "n") for each in rotations]
+    check_prologue(before)
+    rotations, is_rotated = _several(n), to is not None or before != ""
+    lengths = [_whole(getattr(each, "n", each) if is_rotated else each, "n") for each in rotations]
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
     if numerics is None or Problem.of(2, DType.FLOAT16, numerics).io.numerics is Numerics.FAST:
         contracts.append(Numerics.FAST)  # falls back to accurate if the scale is out of its range
     counts = None if rows is None else [_whole(value, "rows") for value in _several(rows)]
-    forms = [Format.choose(name, as_int(group), rule, layout) for name in _several(() if to is None else to)]
+    forms: list[Format | None] = [
+        None if to is None else Format.choose(name, as_int(group), rule, layout)
+        for name in _several((None,) if to is None else to)
+    ]
     widths = None if columns is None else [_whole(value, "columns") for value in _several(columns)]
-    for length, form in product(widths or lengths, forms):
-        form.scales_in_row(length)
+    for length, each in product(widths or lengths, filter(None, forms)):
+        each.scales_in_row(length)
     index = _warmed_device(device)
     if index is None:
         return 0
     kinds: list[tuple[Kind, int]] = []  # and the elements of a row
     for rotation, length in zip(rotations, lengths, strict=True):
         for given in dtypes:
-            if to is not None:
-                for form, width in product(forms, widths or [length]):
-                    row_of_x = _row(width, given, index)
-                    for contract in contracts:
-                        kinds += _quantizing(
-                            index, rotation, row_of_x, form, bool(round_first), contract, bool(batch_invariant)
-                        )
+            if is_rotated:
+                for form, width, contract in product(forms, widths or [length], contracts):
+                    how = form, bool(round_first), contract, bool(batch_invariant), before
+                    kinds += _rotating(index, rotation, _row(width, given, index), *how)
                 continue
             row = padded_length(length)
             for problem in {problem_of(row, given, contract.value, lie) for contract in contracts for lie in Rows}:
@@ -114,20 +119,21 @@ def warmup(
     return len({id(kernels.find(*each)) for each in asked} - {id(None)})
 
 
-def _quantizing(
+def _rotating(
     device: int,
     rotation: Any,
     x: torch.Tensor,
-    form: Format,
+    form: Format | None,
     round_first: bool,
     numerics: Numerics,
     batch_invariant: bool,
+    before: str,
 ) -> list[tuple[Kind, int]]:
-    """What `rotate_quantize` asks for with tensors like x, and the elements of a row."""
-    quantizing, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant)
-    if quantizing and kernels.timed_of(kind := Kind(device, quantizing, False, batch_invariant)):
+    """What calls with a format or a prologue ask for with tensors like x, and the elements of a row."""
+    whole, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant, before)
+    if whole and kernels.timed_of(kind := Kind(device, whole, False, batch_invariant)):
         return [(kind, x.shape[-1])]
-    # PyTorch quantizes what other kernels rotate, in place.
+    # PyTorch does all but the rotation, for which other kernels are, in place.
     return [(Kind(device, each, True, batch_invariant), x.shape[-1]) for each in others if each]
 
 

@@ -24,20 +24,36 @@ def verification_scale(problem: Problem) -> float:
     and the same error of up to half of a last place.
     """
     scale = float(problem.n**-0.5)
-    return scale if problem.order == 1 else float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
+    if not problem.transform.has_matrix:
+        return scale
+    return float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
+
+
+def exact_results(problem: Problem, x: Reals, scale: float, operands: OperandValues) -> tuple[Reals, dict[str, Reals]]:
+    """The exact transform of a problem over the last dimension of x, after its prologue; and what the prologue writes,
+    by name."""
+    prologue = prologue_of(problem)
+    if prologue is None:
+        return transform(problem, x, scale, operands), {}
+    import torch
+
+    from hadagen.truth.accuracy import TORCH_DTYPE
+
+    values = {name: torch.from_numpy(operands[name]) for name in prologue.read}
+    made = prologue.results(torch.from_numpy(x), values, TORCH_DTYPE[problem.io.input])
+    written = {name: made[name].numpy() for name in prologue.written}
+    return transform(problem, made["x"].numpy(), scale, operands), written
 
 
 def transform(problem: Problem, x: Reals, scale: float, operands: OperandValues) -> Reals:
-    """The transform of a problem over the last dimension of x, in float64, after its prologue."""
+    """The exact transform of a problem over the last dimension of x, without its prologue."""
 
     def signs(name: str) -> Reals:
         packed = operands.get(name, np.zeros(-(-problem.n // 8), np.uint8))
         return 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little").astype(np.float64)
 
-    if prologue := prologue_of(problem):
-        x = prologue.results(problem, x, operands)["x"]
     y = hadamard((x * signs("signs_before")).reshape(-1, problem.length), scale)
-    if problem.order > 1:
+    if problem.transform.has_matrix:
         y = operands["matrix"].astype(np.float64) @ y.reshape(-1, problem.order, problem.length)
     return _renumbered(problem, y.reshape(x.shape)) * signs("signs_after")
 
@@ -85,7 +101,7 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
         random.standard_normal(shape) * runs,
         large,
     )
-    dtype, plain = problem.io.input, problem.order == 1 and not problem.transform.signed
+    dtype, plain = problem.io.input, not (problem.transform.has_matrix or problem.transform.signed)
     return {
         name: decode(dtype, encode(dtype, reals))
         for name, reals in zip(INPUT_CLASSES, values, strict=True)

@@ -223,8 +223,10 @@ class Measuring:
         the first knobs."""
         if len(self._under_way) >= AHEAD:
             return
-        names = dict.fromkeys(Knobs.from_dict(trial.knobs) for trial in portfolio(self.trials).values())
-        winners = list(names) or self._first
+        winners = (
+            list(dict.fromkeys(Knobs.from_dict(trial.knobs) for trial in portfolio(self.trials).values()))
+            or self._first
+        )
         left = len(winners)  # of those in a row that had no new neighbour
         while left and len(self._under_way) < AHEAD:
             knobs = winners[self._turn % len(winners)]

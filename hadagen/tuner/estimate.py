@@ -103,8 +103,7 @@ class EstimateRunner:
         """
         waiting = iter(variants)
         while some := list(islice(waiting, BUILT_AT_ONCE)):
-            early = self._arch.starts_early
-            plans = [plan_of(c.problem, Knobs.from_dict(c.knobs), starts_early=early) for c in some]
+            plans = [plan_of(c.problem, Knobs.from_dict(c.knobs), starts_early=self._arch.starts_early) for c in some]
             sources = [render(plan) for plan in plans]
             module = self._compile_all(sources)
             for variant, plan, source in zip(some, plans, sources, strict=True):
@@ -150,8 +149,11 @@ class EstimateRunner:
                 trial = replace(trial, timings=timings(estimate, variant.problem, self._arch))
             else:
                 found, allowed = told_apart(errors[worst], bound)
-                detail = f"relative error {found} for {worst} inputs is above {allowed}"
-                trial = replace(trial, outcome=Outcome.WRONG_ANSWER, detail=detail)
+                trial = replace(
+                    trial,
+                    outcome=Outcome.WRONG_ANSWER,
+                    detail=f"relative error {found} for {worst} inputs is above {allowed}",
+                )
         self._patience.worked()
         return replace(trial, seconds=time.monotonic() - started)
 
@@ -164,7 +166,7 @@ def timings(estimate: Estimate, problem: Problem, arch: Arch) -> tuple[Timing, .
 
 def _copy_us(arch: Arch, problem: Problem, cell: Cell) -> float:
     traffic = cell.traffic(problem)
-    return copy_us(arch, traffic.buffer_bytes, traffic.result_bytes, cell.destination, cell.cache)
+    return copy_us(arch, traffic.input_bytes, traffic.result_bytes, cell.destination, cell.cache)
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:

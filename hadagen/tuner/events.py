@@ -51,7 +51,6 @@ class BatchBuilt:
     fresh: int
     known: int
     failed: int
-    seconds: float
 
 
 @dataclass(frozen=True)

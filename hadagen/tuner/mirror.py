@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from itertools import chain, count
 from typing import Any
@@ -32,7 +33,7 @@ _KNOWN_SCHEMA = "v3.2.0.a"  # of Optuna 5; another is written by Optuna itself
 _TABLES = ("studies", "trials", "trial_params", "trial_values", "trial_system_attributes")
 
 
-class Mirror:
+class Mirror(AbstractContextManager["Mirror"]):
     """Optuna's tables in a store. As a context manager it closes its connections at the end.
 
     Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
@@ -44,9 +45,6 @@ class Mirror:
         self._storage = _open(store)
         self._tables = store.patiently(self._known_tables)
 
-    def __enter__(self) -> Mirror:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._storage.engine.dispose()
 
@@ -54,9 +52,11 @@ class Mirror:
         """The study of that name, which is made if it is missing."""
 
         def opened() -> optuna.Study:
-            directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
             study = optuna.create_study(
-                storage=self._storage, study_name=name, directions=directions, load_if_exists=True
+                storage=self._storage,
+                study_name=name,
+                directions=[StudyDirection.MAXIMIZE] * len(REGIMES),
+                load_if_exists=True,
             )
             if study.metric_names is None:  # for Optuna's dashboard
                 with catch_warnings():
@@ -151,8 +151,7 @@ def _add(
         for i, trial in enumerate(trials)
     ]
     added = insert(table).returning(table.c.trial_id, sort_by_parameter_order=True)
-    numbers = connection.scalars(added, rows).all()
-    told = list(zip(numbers, trials, strict=True))
+    told = list(zip(connection.scalars(added, rows).all(), trials, strict=True))
     _insert(connection, tables["trial_params"], chain.from_iterable(_params(*each, ranges) for each in told))
     _insert(connection, tables["trial_values"], chain.from_iterable(_values(*each) for each in told))
     attributes = ((number, item) for number, trial in told for item in trial.system_attrs.items())

@@ -17,10 +17,10 @@ from dataclasses import replace
 from itertools import pairwise
 from math import inf, isqrt
 
-from hadagen.measure import Cell, Variant, cells_at
+from hadagen.measure import Cell, Variant, cells_at, without_texts
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import LOSS, Destination, destinations
-from hadagen.problem.trial import Environment, Kernel, Outcome, Trial, knobs_key
+from hadagen.problem.trial import Environment, Outcome, Trial, knobs_key
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import (
@@ -102,8 +102,9 @@ class _Refinement:
     def __init__(self, problem: Problem, store: Store, arch: str, gpu: Environment, ended: set[str]) -> None:
         self._problem, self._store, self._arch, self._gpu = problem, store, arch, gpu.gpu
         trials = self._trials()
-        found = portfolio(trials)
-        self._winners = {cell: trial for cell, trial in found.items() if cell.is_bucket and not cell.portable}
+        self._winners = {
+            cell: trial for cell, trial in portfolio(trials).items() if cell.is_bucket and not cell.portable
+        }
         best = {digest_of(trial): trial for trial in self._winners.values()}
         for trial in closest_trials(trials, MOST_KERNELS):
             if len(best) < MOST_KERNELS:
@@ -112,7 +113,8 @@ class _Refinement:
         ascending = sorted(filter(may_win, trials), key=lambda trial: trial.date)
         newest = {knobs_key(trial.knobs): digest_of(trial) for trial in ascending}
         self.kernels = {
-            digest: _variant(trial, store.kernel(digest))
+            # Without source and PTX, because there may be thousands.
+            digest: Variant(trial.problem, trial.knobs, without_texts(store.kernel(digest)))
             for digest, trial in best.items()
             if newest[knobs_key(trial.knobs)] == digest and digest not in ended
         }
@@ -130,8 +132,9 @@ class _Refinement:
         self._rank(self._trials())
 
     def _rank(self, trials: Iterable[Trial]) -> None:
-        ours = [trial for trial in trials if trial.kernel and trial.kernel.digest in self.kernels]
-        self._ranked = ranked_by_cell(ours)
+        self._ranked = ranked_by_cell(
+            [trial for trial in trials if trial.kernel and trial.kernel.digest in self.kernels]
+        )
         for cell, ranked in self._ranked.items():
             if self.kernels.keys() <= {digest_of(each.trial) for each in ranked}:
                 self._looked_at.add((cell.destination, cell.elements))
@@ -177,11 +180,6 @@ class _Refinement:
             if not seen:
                 return list(middles)
             known |= {middle: _winner(ranked.get(middle, ()), *middles[middle]) for middle in seen}
-
-
-def _variant(trial: Trial, kernel: Kernel) -> Variant:
-    """The variant of a trial, to be timed again; without source and PTX, because there may be thousands."""
-    return Variant(trial.problem, trial.knobs, replace(kernel, source="", ptx=b""))
 
 
 def _winner(ranked: Sequence[winners.RankedTrial], low: str, high: str) -> str:

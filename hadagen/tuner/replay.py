@@ -8,7 +8,7 @@ variant in a cell, the slowest time of the recording counts as its best time the
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, fsum, log
 
@@ -63,8 +63,7 @@ class Field:
     @property
     def budget(self) -> int:
         """The evaluations of a search: by default a tenth of the variants, but at least 60; never more than all."""
-        wanted = self.evaluations or max(LEAST_BUDGET, ceil(len(self.trials) / BUDGET_SHARE))
-        return min(len(self.trials), wanted)
+        return min(len(self.trials), self.evaluations or max(LEAST_BUDGET, ceil(len(self.trials) / BUDGET_SHARE)))
 
 
 def times_of(trial: Trial) -> dict[Cell, float]:
@@ -129,7 +128,7 @@ def curve(fields: Sequence[Field], orders: Sequence[Sequence[Order]]) -> Curve:
     longest = max(field.budget for field in fields)
     by_field = []
     for field, of_seeds in zip(fields, orders, strict=True):
-        courses = [_course(field, order) for order in of_seeds]
+        courses = (_course(field, order) for order in of_seeds)
         means = [fsum(values) / len(values) for values in zip(*courses, strict=True)]
         by_field.append(means + means[-1:] * (longest - len(means)))
     return Curve(
@@ -152,9 +151,8 @@ def _log_fraction(field: Field, so_far: Mapping[Cell, float]) -> float:
     return fsum(log(field.best[cell] / us) for cell, us in so_far.items()) / len(so_far)
 
 
-def run_searches(fields: Sequence[Field], seeds: Iterable[int]) -> dict[str, Curve]:
+def run_searches(fields: Sequence[Field], seeds: Sequence[int]) -> dict[str, Curve]:
     """Name of each of `SEARCHES` → its curve."""
-    seeds = list(seeds)
     return {
         name: curve(fields, [[search(field, seed) for seed in seeds] for field in fields])
         for name, search in SEARCHES.items()

@@ -30,7 +30,7 @@ from hadagen.measure import Runner
 from hadagen.plan.arch import Arch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space
-from hadagen.problem.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable, difference
+from hadagen.problem.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable
 from hadagen.problem.trial import Outcome, Trial, knobs_key
 from hadagen.runtime.guesses import nearest_problems
 from hadagen.tuner.estimate import shortlist
@@ -131,17 +131,13 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
         return search.report()
 
 
+@lru_cache(maxsize=256)  # several searches of one process ask for the same problem and arch
 def first_guesses(problem: Problem, arch: Arch, trials: int, *, estimated: bool = False) -> tuple[Knobs, ...]:
     """The knobs with which the search of a problem begins, before it knows any times: the best by the cost model, and
     the first seeds of the space in turns; for estimates of so many `trials` the best by the cost model alone."""
-    return _first_guesses(problem, arch, trials if estimated else None)
-
-
-@lru_cache(maxsize=256)  # several searches of one process ask for the same problem and arch
-def _first_guesses(problem: Problem, arch: Arch, estimates: int | None) -> tuple[Knobs, ...]:
     space = Space(problem, arch)
-    if estimates is not None:
-        return tuple(shortlist(space, estimates))
+    if estimated:
+        return tuple(shortlist(space, trials))
     return tuple(_by_turns([space.seeds()[:SEEDS], shortlist(space, RANKED)]))
 
 
@@ -351,13 +347,12 @@ class _Search:
         return CHILD_SHARE * study.asked < self._finished[parent]
 
     def _ask_study(self, study: Study) -> tuple[Problem, Knobs] | None:
-        if self._may_ask(study):
-            try:
-                return study.problem, study.ask(prefer=self._winners_nearby(study))
-            except LookupError:  # fewer legal knobs than wanted trials
-                self._goals[study.problem] = study.asked
-                self._tell_if_finished(study)
-        return None
+        try:
+            return study.problem, study.ask(prefer=self._winners_nearby(study))
+        except LookupError:  # fewer legal knobs than wanted trials
+            self._goals[study.problem] = study.asked
+            self._tell_if_finished(study)
+            return None
 
     def _open(self, problem: Problem, wait: bool) -> bool:
         """Begin the search of a problem. Returns False if its first knobs are not known yet; with `wait` they will
@@ -366,7 +361,10 @@ class _Search:
         # The search starts with its knobs.
         oldest = (problem.parent if _is_like_its_parent(problem) else None) or problem
         if oldest not in self._seeds and len(self._stored[problem]) < self._share(problem):
-            guessed = self._guess(oldest, wait)
+            if options.guess:
+                guessed = options.guess(oldest, wait)
+            else:
+                guessed = first_guesses(oldest, options.arch, self._trials, estimated=self._estimated)
             if guessed is None:
                 return False
             self._seeds[oldest] = guessed
@@ -390,11 +388,6 @@ class _Search:
                 study.suggest(knobs)
         return True
 
-    def _guess(self, problem: Problem, wait: bool) -> Sequence[Knobs] | None:
-        if self._options.guess:
-            return self._options.guess(problem, wait)
-        return first_guesses(problem, self._options.arch, self._trials, estimated=self._estimated)
-
     def _winners_nearby(self, study: Study) -> list[Knobs]:
         """The best knobs of the problems that differ least, of this run or earlier ones.
 
@@ -404,9 +397,7 @@ class _Search:
         nearby = [problem.parent] if problem.parent else []
         if study.asked % NEIGHBORS_TURN == 0 and not self._estimated:
             nearby += _neighbors(problem)
-            if problem.order > 1:
-                nearby += nearest_matrices(problem, {*self._studies, *self._stored})[:NEAREST]
-            elif problem.io.form:
+            if problem.transform.has_matrix or problem.io.form:
                 nearby += nearest_problems(problem, {*self._studies, *self._stored})[:NEAREST]
         return _by_turns(most_often_best(self._best_by_cell(neighbor)) for neighbor in nearby)
 
@@ -463,12 +454,6 @@ def _neighbors(problem: Problem) -> list[Problem]:
         ),
     ]
     return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]
-
-
-def nearest_matrices(problem: Problem, others: Iterable[Problem]) -> list[Problem]:
-    """Those of the other problems that have a matrix too and the same io, the nearest first."""
-    alike = {other for other in others if other.order > 1 and other.io == problem.io} - {problem}
-    return sorted(alike, key=lambda other: (difference(problem, other), other))
 
 
 def _is_like_its_parent(problem: Problem) -> bool:

@@ -175,8 +175,7 @@ class Study:
         sampler = optuna.samplers.TPESampler(
             n_startup_trials=STARTUP_TRIALS, multivariate=True, seed=self._random.getrandbits(32)
         )
-        directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
-        self._study = optuna.create_study(directions=directions, sampler=sampler)
+        self._study = optuna.create_study(directions=[StudyDirection.MAXIMIZE] * len(REGIMES), sampler=sampler)
         # Optuna cannot change the range of a parameter, so other ranges need another study.
         name = f"{self.problem.key} on {space.arch.name}, {device}, ranges {zlib.crc32(repr(ranges).encode()):08x}"
         self._mirror = mirror

@@ -90,8 +90,7 @@ def _recipes(entries: Iterable[BundleEntry], arch: Arch) -> Recipes:
     for entry in reversed(list(entries)):  # the winner of a cell comes after its portable one
         problem, knobs = entry.problem, Knobs.like(entry.knobs)
         if (problem, knobs) not in legal:
-            space = spaces.setdefault(problem, Space(problem, arch))
-            legal[problem, knobs] = space.closest(knobs)
+            legal[problem, knobs] = spaces.setdefault(problem, Space(problem, arch)).closest(knobs)
         line = lines[problem, entry.destination, entry.gpu, entry.environment.sms]
         fits = entry.launch.cluster <= arch.limits.cluster_blocks
         if (found := legal[problem, knobs]) and (fits or entry.elements not in line):

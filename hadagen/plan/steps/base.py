@@ -248,6 +248,8 @@ class Tile:
     """How the values of a tile lie, from the load to the store. A plan has one: a step, or `RowTile`."""
 
     flips: ClassVar[tuple[bool, ...]]  # the `before` of the steps `Signs` of a signed transform
+    # Its macros go before those of the same name that other steps have in theirs.
+    template = "steps.cu.j2"
 
     def held_from(self, plan: Draft) -> int:
         """The number of steps after which threads hold values in registers."""
@@ -285,6 +287,10 @@ class Tile:
     def rows_apart(self, plan: Draft) -> Coordinates:
         """The digits of `coordinates` that tell rows of X apart, if some rows lie beyond the end of X."""
         return {}
+
+    def of_thread(self, plan: Draft) -> dict[str, str]:
+        """What a thread computes once, besides its lane: name → C expression."""
+        raise NotImplementedError
 
     def names(self, plan: Draft) -> dict[str, Any]:
         """Names and values for the template of a kernel."""
@@ -503,21 +509,28 @@ class RowTile(Tile):
         threads = {kind: before.digits_of(kind) for kind in ("lane", "warp", "cta")}
         return {"value": {Axis(2, 1): before.axes[PAIR], **values}, **threads}
 
+    def _moves(self, plan: Draft) -> bool:
+        """Whether a thread stores elsewhere than it loads."""
+        return plan.placements[-1] != plan.loaded or plan.shares_loaded > 1
+
+    def of_thread(self, plan: Draft) -> dict[str, str]:
+        loaded, stored = plan.loaded, plan.placements[-1]
+        load_lane, lanes = f"lane * {plan.vector_elements}", stored.digits_of("lane")
+        store_lane = load_lane if lanes == loaded.digits_of("lane") else scatter("lane", lanes)
+        store_at = add(store_lane, scatter("warp", stored.digits_of("warp")), scatter("rank", stored.digits_of("cta")))
+        return {
+            **({"warp": "thread_index() / 32"} if plan.warps > 1 else {}),
+            **({"rank": "cluster_rank()"} if plan.cta_bits else {}),
+            "load_at": add(load_lane, scatter("warp", loaded.digits_of("warp"))),
+            **({"store_at": store_at} if self._moves(plan) else {}),
+        }
+
     def names(self, plan: Draft) -> dict[str, Any]:
         stored = plan.placements[-1]
-        moved = stored != plan.loaded or plan.shares_loaded > 1  # whether a thread stores elsewhere than it loads
-        lane_at, lanes = f"lane * {plan.vector_elements}", stored.digits_of("lane")
         return {
             "stages_from": "loads.cu.j2",  # the template that says how tiles are staged
             "vectors": plan.vectors,
-            "load_thread": add(lane_at, scatter("warp", plan.loaded.digits_of("warp"))),
-            "store_thread": moved
-            and add(
-                lane_at if lanes == plan.loaded.digits_of("lane") else scatter("lane", lanes),
-                scatter("warp", stored.digits_of("warp")),
-                scatter("rank", stored.digits_of("cta")),
-            ),
-            "stored_at": "store_at" if moved else "load_at",
+            "stored_at": "store_at" if self._moves(plan) else "load_at",
             # Offset of vector i of a thread from its first.
             "store_vector": scatter("i", stored.digits_of("reg", first=len(plan.vector_places) - 1)) or "0",
         }
@@ -536,7 +549,7 @@ class Footprint:
         """The least registers of a thread: its values in the widest form that all take at once, fp32 if `wide`."""
         return OVERHEAD_REGISTERS + self._plan.tile.registers(self._plan, wide=wide)
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         return max((offset + size for offset, size in self._regions.values()), default=0)
 

@@ -209,13 +209,11 @@ class Multiplies(Store, Tile):
             "padded": self.is_padded(plan),
         }
 
+    def of_thread(self, plan: Draft) -> dict[str, str]:
+        return {"warp": "thread_index() / 32"}
+
     def names(self, plan: Draft) -> dict[str, Any]:
-        return {
-            "stages_from": "loads.cu.j2" if plan.load.in_bulk else "matrix.cu.j2",
-            "load_thread": "",
-            "store_thread": "",
-            "m": self.view(plan, 0),
-        }
+        return {"stages_from": "loads.cu.j2" if plan.load.in_bulk else self.template, "m": self.view(plan, 0)}
 
     def is_padded(self, plan: Draft) -> bool:
         """Whether the last warp of a group holds rows that A lacks."""
@@ -287,8 +285,6 @@ class Matrix(Multiplies):
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         yield from super().faults(plan, at)
-        if plan.problem.order == 1:
-            yield "the transform has no matrix"
         if not any(isinstance(step, Columns) for step in plan.steps[:at]):
             yield "it multiplies what `Columns` left in shared memory"
         if self.rows % self.shape(plan).together:

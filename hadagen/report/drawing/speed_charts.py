@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from bokeh.layouts import column, row
@@ -174,13 +175,8 @@ _REGIME_WORDS = {
 
 def _some_lines(lines: Sequence[OverSizes]) -> list[OverSizes]:
     """As many of the first lines as have no more than `MOST_TIMES` times."""
-    some, times = [], 0
-    for line in lines:
-        times += len(line.elements)
-        if times > MOST_TIMES:
-            break
-        some.append(line)
-    return some
+    times = accumulate(len(line.elements) for line in lines)
+    return [line for line, so_far in zip(lines, times, strict=True) if so_far <= MOST_TIMES]
 
 
 def times_left_out(lines: Sequence[OverSizes]) -> int:

@@ -44,19 +44,22 @@ def new_figure(title: str, x_label: str, y_label: str, *, width: int = WIDTH, he
     chart: Any = figure(
         title=title, width=width, height=height, tools="pan,box_zoom,reset,save", toolbar_location="right", **options
     )
-    chart.toolbar.logo = None
-    chart.toolbar.autohide = True
-    chart.title.text_font_size = "13px"
-    chart.title.text_color = TEXT
+    chart.toolbar.update(logo=None, autohide=True)
+    chart.title.update(text_font_size="13px", text_color=TEXT)
     chart.outline_line_color = None
     chart.grid.grid_line_color = GRID
-    for axis, label in ((chart.xaxis, x_label), (chart.yaxis, y_label)):
-        axis.axis_label = label
-        axis.axis_label_text_font_style = "normal"
-        axis.axis_label_text_font_size = axis.major_label_text_font_size = "12px"
-        axis.axis_label_text_color = axis.major_label_text_color = TEXT
-        axis.axis_line_color = axis.major_tick_line_color = FAINT
-        axis.minor_tick_line_color = None
+    for (axis,), label in ((chart.xaxis, x_label), (chart.yaxis, y_label)):
+        axis.update(
+            axis_label=label,
+            axis_label_text_font_style="normal",
+            axis_label_text_font_size="12px",
+            axis_label_text_color=TEXT,
+            axis_line_color=FAINT,
+            major_label_text_font_size="12px",
+            major_label_text_color=TEXT,
+            major_tick_line_color=FAINT,
+            minor_tick_line_color=None,
+        )
     return chart
 
 
