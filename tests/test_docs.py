@@ -466,8 +466,7 @@ def test_what_a_document_names_is_there(name: str) -> None:
     for name, of_group in set(re.findall(r"(?:^|[`/])hadagen ([a-z]+)\b(?: ([a-z]+)\b)?(?! =)", code, re.MULTILINE)):
         command = main.commands[name]
         assert not (of_group and isinstance(command, click.Group)) or of_group in command.commands
-    made = r"<!-- (\S+):begin -->.*?<!-- \1:end -->"
-    written = re.sub(made, "", text, flags=re.DOTALL).splitlines()
+    written = re.sub(r"<!-- (\S+):begin -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL).splitlines()
     assert not [line for line in written if len(line) > 120 and not line.startswith("|")]
 
 
