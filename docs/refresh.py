@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 
 import refresh_files as files
+from refresh_api import api
 from refresh_fleet import fleet_numbers
 from refresh_formats import (
     accurate_codes_table,
@@ -78,6 +79,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "invariant": invariant_table(),
             "calls": call_table(),
         },
+        files.API: {"api": api()},
         files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},
         files.SEARCH_PAGE: {"search": search_numbers()},
         files.SEARCHING: {"knobs": knobs_table()},

@@ -84,7 +84,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names and modules."""
+    special = {name for name in globals() if name.startswith("__")}
+    return sorted({*special, *__all__, "compat", "errors", "presets"})
 
 
 register_with_torch()
