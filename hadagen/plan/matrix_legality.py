@@ -93,8 +93,7 @@ def _(c: Context, k: Knobs) -> str | None:
 @MATRIX_RULES.rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     return c.beyond_limits(
-        footprint(c.problem, k),
-        k.min_blocks,
+        k,
         wide=False,
         values="values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)",
         fewer="rows",
