@@ -56,7 +56,7 @@ def print_fields(fields: Iterable[tuple[str, Any]]) -> None:
             if left + len(line) > terminal_width():
                 if name:
                     click.echo(name.rstrip())
-                click.echo(line)
+                click.echo(line.rjust(terminal_width()))
             else:
                 click.echo(name.ljust(left) + line)
             name = ""
