@@ -120,10 +120,11 @@ def _verdict(
 
 def _tuning_needs(found: Mapping[str, Check]) -> str:
     """The parts without which hadagen tune does nothing here."""
-    lacks = [name for name in ("tune extra", "cache", "emulator") if found[name].state in (MISSING, BROKEN)]
-    if OK not in (found["nvrtc"].state, found["nvcc"].state) and "cache" not in lacks:
-        lacks.append("nvrtc or nvcc")
-    return f"the {' and the '.join(lacks)}"
+    parts = {"tune extra": "the tune extra", "cache": "a kernel cache to write to", "emulator": "a C++ compiler"}
+    lacks = [text for name, text in parts.items() if found[name].state in (MISSING, BROKEN)]
+    if {found["nvrtc"].state, found["nvcc"].state} <= {MISSING, BROKEN}:
+        lacks.append("NVRTC or nvcc")
+    return " and ".join(lacks)
 
 
 def _says_optional(check: Check, found: Mapping[str, Check], without_gpu: bool) -> str:
