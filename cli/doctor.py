@@ -92,15 +92,18 @@ def _print(checks: Sequence[Check], abilities: Mapping[str, str]) -> None:
     lines = []
     for check in found.values():
         says = _says_optional(check, found, without_gpu)
-        state = "limited" if check.state == MISSING else check.state
-        lines.append((check.name, "optional", says) if says else (check.name, state, check.says))
+        lines.append((check.name, "optional", says) if says else _line(check))
     others = [check for check in checks if check.name not in CHECKS]
     sound = [check.says.partition(": ") for check in others if check.state == OK]
     for folder, some in groupby(sound, key=lambda parts: os.path.dirname(parts[0])):
         lines.append(("bundles", OK, folder))
         lines += [("", "", f"{os.path.basename(path)}: {rest}") for path, _, rest in some]
-    lines += [(check.name, check.state, check.says) for check in others if check.state != OK]
+    lines += [_line(check) for check in others if check.state != OK]
     print_fields((f"{name:<10}  {state:<8}", says) for name, state, says in lines)
+
+
+def _line(check: Check) -> tuple[str, str, str]:
+    return check.name, "limited" if check.state == MISSING else check.state, check.says
 
 
 def _verdict(

@@ -71,6 +71,11 @@ def succeed(*arguments: str | Path) -> str:
     return result.stdout
 
 
+def unfolded(text: str) -> str:
+    """What was printed, as one line of words."""
+    return " ".join(text.split())
+
+
 def sentence(result: Result, exit_code: int) -> str:
     """What was said on stderr; nothing else may have been."""
     assert result.exit_code == exit_code, result.output
