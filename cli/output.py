@@ -33,7 +33,8 @@ def say(text: str, *, err: bool = False) -> None:
 
 def terminal_width() -> int:
     """Columns of the terminal, at least 40. `COLUMNS` counts first; a file or a pipe has 80."""
-    return max(40, shutil.get_terminal_size((80, 24)).columns)
+    is_known = sys.stdout.isatty() or os.environ.get("COLUMNS")
+    return max(40, shutil.get_terminal_size().columns) if is_known else 80
 
 
 def folded(text: Any, columns: int) -> list[str]:

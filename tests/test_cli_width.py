@@ -1,8 +1,6 @@
 """Output that fits a terminal of 80 columns."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from signing_keys import make_key
 
 from hadagen.cli.main import main
 from hadagen.cli.output import folded, print_fields, print_table, say
-from hadagen.problem.problem import Problem
 from hadagen.problem.trial import Environment, Provenance
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.tuning_db.bundle import shipped
@@ -46,7 +43,7 @@ def commands(group: click.Group = main, *names: str) -> Iterator[tuple[str, ...]
             yield *names, name
 
 
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
+@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
 def test_every_help_fits(command: tuple[str, ...], terminal: None) -> None:
     assert too_long(succeed(*command, "--help")) == []
 
@@ -76,7 +73,7 @@ PLAIN = (
     ("bundle", "show", "nothing"),
     ("bundle", "verify", "sm90"),
     ("compile", "--arch", "sm90", "--n", "4096"),
-    ("dev", "record", "--dry-run"),
+    ("dev", "record", "--dry-run", "--n", "2-4"),
     ("doctor",),
     ("emit", "--arch", "sm90", "--n", "4096", "--space"),
     ("emit", "--arch", "sm75", "--n", "65536", "--space"),
@@ -107,8 +104,7 @@ def test_every_line_about_files_fits(
     """Their paths here are longer than most."""
     monkeypatch.chdir(tmp_path)
     private, public = make_key(tmp_path)
-    problem = Problem.of(14336, "bfloat16", order=28, to="int8-row")
-    estimate = make_trial(problem=problem, environment=Environment(), provenance=Provenance.ESTIMATED)
+    estimate = make_trial(environment=Environment(), provenance=Provenance.ESTIMATED)
     other = write_trials(tmp_path / "sm90-with-a-name-that-is-long-for-a-bundle-of-one-winner.db", [estimate])
     for arguments in (
         ("bundle", "make", "--db", database),
@@ -146,10 +142,7 @@ def test_a_replay_fits(terminal: None) -> None:
 @pytest.mark.parametrize("arguments", [("list",), ("show", "sm90"), ("verify", "sm75")], ids=" ".join)
 def test_bundles_fit_a_pipe_too(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(shipped()["sm90"]))
-    script = [sys.executable, "-m", "hadagen.cli", "bundle", *arguments]
-    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout
-    assert too_long(done.stdout) == []
+    fits(run("bundle", *arguments))
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
