@@ -248,20 +248,19 @@ class Problem:
         to: a format as in a `key`, or its name as in `hadagen.rotate_quantize`; with the name, group, rule, layout and
             round_first as there, and the elements of the rows of x as columns, by default n.
         """
+        output: Any = dtype if to is None else to
+        transform = Transform(n, order, signed, swapped)
         is_key = isinstance(to, str) and to not in FORMATS and "_" in to
         if to is not None and not isinstance(to, Format) and not is_key:
-            transform = Transform(n, order, signed, swapped)
             columns = n if columns is None else columns
             if not _is_size(columns, 1, (1 << 63) - 1) or columns % n:
                 raise UsageError(f"columns = {shown(columns)} is not supported; rows are a multiple of n = {n}")
             if not isinstance(round_first, bool):
                 raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
-            form = Format.choose(to, group, rule, layout).for_rows(columns, round_first)
-            return cls(transform, Io(dtype, form, numerics, rows), prologue)  # type: ignore[arg-type]  # it converts
-        check_no_format(columns, group, rule, layout, round_first)
-        output: Any = dtype if to is None else to
-        io = Io(dtype, output, numerics, rows)  # type: ignore[arg-type]
-        return cls(Transform(n, order, signed, swapped), io, prologue)
+            output = Format.choose(to, group, rule, layout).for_rows(columns, round_first)
+        else:
+            check_no_format(columns, group, rule, layout, round_first)
+        return cls(transform, Io(dtype, output, numerics, rows), prologue)  # type: ignore[arg-type]  # it converts
 
     @classmethod
     def parse(cls, key: str) -> Problem:
