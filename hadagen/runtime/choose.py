@@ -35,7 +35,7 @@ from hadagen.problem.regimes import Destination, destinations, nearest
 from hadagen.problem.target import generation
 from hadagen.problem.trial import Provenance
 from hadagen.runtime import bundles
-from hadagen.runtime.arguments import as_int
+from hadagen.runtime.arguments import as_int, name_of
 from hadagen.runtime.device import Device
 from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -257,8 +257,7 @@ def as_problem(given: Any) -> Problem:
         return Problem.parse(given)
     try:
         values = dict(given)
-        dtype = values.pop("dtype")
-        name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")  # torch.float16 is "float16"
+        name = name_of(values.pop("dtype"))
         return Problem.of(as_int(values.pop("n")), name, **values)
     except UsageError:
         raise

@@ -30,11 +30,12 @@ LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untype
 _ASKED = {"x": "inplace=True", "out": "out="}
 
 
-def register(name: str, schema: str, real: Any, fake: Any, autograd: Any, *tags: torch.Tag) -> Any:
-    """Define an operator. fake: what it does with tensors without memory."""
+def register(name: str, schema: str, real: Any, fake: Any, autograd: Any = None, *tags: torch.Tag) -> Any:
+    """Define an operator. fake: what it does with tensors without memory. autograd: None if it has no derivatives."""
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, real, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, autograd, "Autograd")
+    if autograd is not None:
+        LIBRARY.impl(name, autograd, "Autograd")
     torch.library.register_fake(f"hadagen::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.hadagen, name).default
 

@@ -22,6 +22,7 @@ from hadagen.runtime.checks import (
     how_to_join,
     is_functional,
     kind_of,
+    plain,
 )
 from hadagen.truth import quantizer
 
@@ -220,7 +221,7 @@ def _check_format(form: Any) -> None:
 def _check_part(part: Any, name: str, form: Format, types: tuple[torch.dtype, ...], codes: torch.Tensor) -> None:
     check_is_tensor(part, name)
     if part.is_nested or part.layout is not torch.strided or part.dtype not in types:
-        wanted = " or ".join(str(each).removeprefix("torch.") for each in dict.fromkeys(types))
+        wanted = " or ".join(map(plain, dict.fromkeys(types)))
         raise TensorError(f"{name} is {kind_of(part)}; {form.name} has strided {wanted}")
     check_alike(codes, part, name)
     if part.device != codes.device:
@@ -241,7 +242,7 @@ def _said(part: Any) -> str:
     if not isinstance(part, torch.Tensor) or is_lazy(part):
         return type(part).__name__
     shape = "?" if part.is_nested else ", ".join(map(str, part.shape))
-    return f"{str(part.dtype).removeprefix('torch.')}[{shape}] on {part.device}"
+    return f"{plain(part.dtype)}[{shape}] on {part.device}"
 
 
 # ---- as plain values, for pytrees and for storing --------------------------------------------------------------------

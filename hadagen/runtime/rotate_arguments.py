@@ -13,7 +13,7 @@ from hadagen.errors import TensorError
 from hadagen.problem import operands
 from hadagen.problem.operands import ENTRY_BYTES
 from hadagen.problem.problem import MAX_ORDER, kernel_order
-from hadagen.runtime.checks import check_alike, check_call, how_to_join
+from hadagen.runtime.checks import check_alike, check_call, how_to_join, plain
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
 _PART = 16  # rows and columns of a part of a packed matrix
@@ -89,9 +89,9 @@ def check(x: torch.Tensor, of: RotateArguments) -> None:
             continue
         size = -(-of.n // 8)
         if signs.shape not in ((size,), (size + TRAILER,)) or signs.dtype != torch.uint8:
-            plain = str(signs.dtype).removeprefix("torch.")
             raise TensorError(
-                f"{name} is {plain} of the shape {tuple(signs.shape)}; it must be uint8 of ({size},), a bit each"
+                f"{name} is {plain(signs.dtype)} of the shape {tuple(signs.shape)}; it must be uint8 of ({size},), "
+                "a bit each"
             )
         _check_place(x, signs, f"the vector {name}")
 

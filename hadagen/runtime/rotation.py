@@ -28,6 +28,7 @@ from hadagen.runtime.checks import (
     check_tensor,
     how_to_join,
     kind_of,
+    plain,
     stands_for_a_tensor,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -240,10 +241,9 @@ class Rotation(SealedModule):
         except RuntimeError as error:
             if isinstance(error, HadagenError):
                 raise
-            plain = str(dtype).removeprefix("torch.")
             raise UsageError(
-                f"the matrix of n = {self.n} has {self.n}² numbers of {plain}, for which {self._device} has no memory "
-                f"({shortened(str(error))}); rotate rows instead"
+                f"the matrix of n = {self.n} has {self.n}² numbers of {plain(dtype)}, for which {self._device} has no "
+                f"memory ({shortened(str(error))}); rotate rows instead"
             ) from None
 
     def fold_into(
@@ -297,13 +297,10 @@ class Rotation(SealedModule):
                 f"n / world = {self.n} / {world} is no multiple of block = {self.block}, so a rank lacks elements that "
                 f"it needs; make the rotation with a block that divides {self.n} / {world}"
             )
-        signs: dict[str, Any] = {"signs": self.signs, "signs_after": self.signs_after}
         if self.name == _GIVEN:
             self._known(_MATRICES)
-            part = Rotation(mine, self._given, block=self.block, **signs)
-        else:
-            part = Rotation(mine, self.name, k=self.k, block=self.block, **signs)
-        return part.to(self._device)
+        matrix, signs = self._given or self.name, {"signs": self.signs, "signs_after": self.signs_after}
+        return Rotation(mine, matrix, k=self.k, block=self.block, **signs).to(self._device)
 
     # ---- storing -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
@@ -316,8 +313,7 @@ class Rotation(SealedModule):
         if self.name == _GIVEN:
             self._known(_MATRICES)
             factors: list[dict[str, Any]] = [
-                {"order": len(each), "dtype": str(each.dtype).removeprefix("torch."), "entries": each.tolist()}
-                for each in self._given
+                {"order": len(each), "dtype": plain(each.dtype), "entries": each.tolist()} for each in self._given
             ]
         else:
             factors = [{"order": order, "sha256": find_matrix(self.name, order).digest} for order in self.k]
@@ -514,8 +510,7 @@ class Rotation(SealedModule):
         Raises `TensorError` for other buffers, and where values are not known.
         """
         read = self._checked(_MATRICES, device), self._checked(_SIGNS, device), self._checked(_AFTER, device)
-        buffers = [(name, self._buffers[name]) for name in self._BUFFERS]
-        watched = [(name, each, sealed.version_of(each), each.data_ptr()) for name, each in buffers if each is not None]
+        watched = [(name, each, sealed.version_of(each), each.data_ptr()) for name, each in self._present]
         named = functools.partial(named_on, self.name, self.k or (1,), self.block, str(device))
         matrices, before, after = self._joined(read, stored_on, named)
         if device.type == "cuda":  # kernels need it
@@ -548,10 +543,7 @@ class Rotation(SealedModule):
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The buffers that can be read, with their names in messages."""
-        buffers = [(name, self._buffers[name]) for name in self._BUFFERS]
-        return [
-            (f"{name} of the rotation", each) for name, each in buffers if each is not None and sealed.is_readable(each)
-        ]
+        return [(f"{name} of the rotation", each) for name, each in self._present if sealed.is_readable(each)]
 
     def number_for(self, x: torch.Tensor) -> int | None:
         """What stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x does not
@@ -584,8 +576,7 @@ class Rotation(SealedModule):
             raise TensorError(
                 f"{name} is a {kind_of(part)} tensor; pass a dense tensor of {', '.join(map(str, DTYPES))}"
             )
-        needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, self._BUFFERS))
-        if needed and part.device != self._device:
+        if any(not each.is_meta for _, each in self._present) and part.device != self._device:
             advice = how_to_join(part.device, self._device, "move one of them with .to")
             raise TensorError(f"{name} is on {part.device} but the rotation on {self._device}; {advice}")
 
@@ -639,4 +630,4 @@ class _Made(Watched):
         return index == self.index and self.is_whole(buffers)
 
 
-_STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
+_STORED = {plain(dtype): dtype for dtype in (torch.int8, *DTYPES)}
