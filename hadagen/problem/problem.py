@@ -356,23 +356,20 @@ class Problem:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
         if self.keeps_16_bits and self.io.input is not DType.FLOAT32:
             return CODES_BOUND
-        if not self.may_round_often:
-            return ACCURATE_BOUND[self.io.input]
-        return _SAMPLED * self._fast_error
+        return self._usual_error * (_SAMPLED if self.may_round_often else 1.0)
 
     @property
     def roundings(self) -> float:
         """How many roundings of a 16-bit value may add up. They are independent, so the squares of their errors add."""
         dtype = self.io.input
-        if dtype is DType.FLOAT32:
-            return 0.0
-        if not self.may_round_often:
-            return (ACCURATE_BOUND[dtype] / ROUNDING_ERROR[dtype]) ** 2
-        return (self._fast_error / ROUNDING_ERROR[dtype]) ** 2
+        return 0.0 if dtype is DType.FLOAT32 else (self._usual_error / ROUNDING_ERROR[dtype]) ** 2
 
     @property
-    def _fast_error(self) -> float:
-        """The error of what `fast` kernels are compared with: HadaCore's, or with a matrix, of two roundings."""
+    def _usual_error(self) -> float:
+        """The error of what kernels are compared with: if they may round often, HadaCore's, or with a matrix, of two
+        roundings."""
+        if not self.may_round_often:
+            return ACCURATE_BOUND[self.io.input]
         if self.transform.has_matrix:
             return ROUNDING_ERROR[self.io.input] * 2**0.5
         errors = HADACORE_ERROR[self.io.input]

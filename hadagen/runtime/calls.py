@@ -162,6 +162,16 @@ class Run:
         return found
 
 
+def is_ready(x: torch.Tensor) -> bool:
+    """Whether kernels for contiguous rows take x as it lies."""
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+
+
+def ready(x: torch.Tensor) -> torch.Tensor:
+    """x as such kernels take it: itself or a copy."""
+    return x if is_ready(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def span(x: torch.Tensor) -> int:
     """Bytes from the begin of the first to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

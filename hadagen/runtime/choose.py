@@ -28,7 +28,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hadagen.errors import StorageError, ToolchainError, UsageError, shown
+from hadagen.errors import ToolchainError, UsageError, shown
 from hadagen.problem.launch import PORTABLE_CLUSTER
 from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination, destinations, nearest
@@ -201,15 +201,11 @@ def _best_bundle(
         for _, similar in groupby(serving(asked, device), key=_generation):
             matching = []
             for bundle in similar:
-                try:
-                    entries = [
-                        entry
-                        for entry in bundle.entries(problem)
-                        if entry.kernel not in without and (arithmetic is None or _keeps(entry, arithmetic))
-                    ]
-                except StorageError as error:
-                    bundles.leave_out(bundle, error)
-                    continue
+                entries = [
+                    entry
+                    for entry in bundles.entries_of(bundle, problem)
+                    if entry.kernel not in without and (arithmetic is None or _keeps(entry, arithmetic))
+                ]
                 match, found = entries_by_size(entries, problem, destination, device)
                 if found:
                     badness = _badness(match, next(iter(found.values())))  # the same for all that are found

@@ -16,7 +16,7 @@ from hadagen.errors import TensorError
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.operands import PROLOGUES, Prologue, check_prologue
 from hadagen.runtime import calls
-from hadagen.runtime.calls import ALIGNMENT, Run, has_only_memory, launch_of, needs_derivative, rotation_problem
+from hadagen.runtime.calls import Run, has_only_memory, launch_of, needs_derivative, rotation_problem
 from hadagen.runtime.checks import check_alike, check_is_tensor, check_tensor, plain, shape_of
 from hadagen.runtime.operators import register
 from hadagen.runtime.quantize_operator import AFTER, After, check_arguments, empty_results, make, no_scales, run_for
@@ -82,7 +82,7 @@ def _check(x: torch.Tensor, before: Before, after: After) -> None:
 def _compute(*arguments: Any) -> list[torch.Tensor]:
     x, before, after = _arguments(*arguments)
     _check(x, before, after)
-    x, *values = (_without_gaps(each) for each in (x, *before.values))
+    x, *values = map(calls.ready, (x, *before.values))
     before = Before(before.prologue, tuple(values))
     run = _run(x, before, after) if calls.takes_kernels(x) else None
     if run is None:
@@ -93,12 +93,6 @@ def _compute(*arguments: Any) -> list[torch.Tensor]:
     if after.form and after.form.group == TENSOR:
         results.insert(1, no_scales(x))
     return results
-
-
-def _without_gaps(x: torch.Tensor) -> torch.Tensor:
-    if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _run(x: torch.Tensor, before: Before, after: After) -> Run | None:

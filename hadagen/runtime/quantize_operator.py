@@ -21,6 +21,7 @@ from hadagen.runtime.checks import check_alike, check_is_tensor, check_writable,
 from hadagen.runtime.operators import register
 from hadagen.runtime.rotate_arguments import RotateArguments, check
 from hadagen.runtime.rotate_operator import check_whole, rotated
+from hadagen.runtime.transform_operator import check_apart
 from hadagen.truth import quantizer
 
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
@@ -108,8 +109,8 @@ def make(
     """
     as_made = form.by_kernels
     rows = (x if values is None else values).permute(order_of(x, as_made))
-    if calls.takes_kernels(x) and not is_ready(rows):
-        rows, what = rows.clone(memory_format=torch.contiguous_format), None
+    if calls.takes_kernels(x) and not calls.is_ready(rows):
+        rows, what = calls.ready(rows), None
     run = _run(rows, x, of, as_made, round_first, given) if values is None else None
     if run is None:
         codes, scales = shaped(x, as_made, *_in_pytorch(rows, of, as_made, round_first, given, x.dtype))
@@ -131,11 +132,6 @@ def make(
         if each is not values:
             each.copy_(values)
     return codes, scales
-
-
-def is_ready(rows: torch.Tensor) -> bool:
-    """Whether kernels take rows, whose dimensions are in order, as they lie."""
-    return rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0
 
 
 def _run(
@@ -255,17 +251,14 @@ def check_free(
 
     operands: those of the rotation, with their names in messages.
     """
-    named = [("x", x), *([] if given is None else [("tensor_scale", given)]), *operands]
-    others = [(name, each.data_ptr(), span(each)) for name, each in named]
+    others = [("x", x), *([] if given is None else [("tensor_scale", given)]), *operands]
     for name, each in zip(NAMES, written, strict=False):
         check_writable(each)
-        begin, size = each.data_ptr(), span(each)
+        size = span(each)
         if name == "out.scales" and form.layout.in_columns and size:  # with what fills up the last column
             size = each.shape[-1] * each.stride(-1) * each.element_size()
-        for other, first, of_other in others:
-            if -size < begin - first < of_other:
-                raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
-        others.append((name, begin, size))
+        check_apart(each, name, others, size)
+        others.append((name, each))
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------

@@ -106,12 +106,8 @@ class Quantized:
         for name, part in self._check_kinds():
             if part.is_meta and place.type != "meta":
                 raise TensorError(f"{name} has no values to move to {place}; load or compute them first")
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(place, non_blocking=bool(non_blocking), copy=bool(copy))
-
         leaves, context = _flatten(self)
-        found = [moved(each) for each in leaves]
+        found = [each.to(place, non_blocking=bool(non_blocking), copy=bool(copy)) for each in leaves]
         if all(new is old for new, old in zip(found, leaves, strict=True)):
             return self
         made = _unflatten(found, context)

@@ -80,7 +80,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         aligned = (x.data_ptr() | y.data_ptr()) % ALIGNMENT == 0
         found = _launch(x, row_pitch(x), row_pitch(y), aligned, False, options)
         if found is not None:
-            if y.is_contiguous() and y.data_ptr() % ALIGNMENT == 0:
+            if calls.is_ready(y):
                 _remembered(x, found, options, False)
             return streams.queue(found, x.get_device(), x.data_ptr(), y.data_ptr())
     if y.is_contiguous() and not has_kernels:
@@ -173,9 +173,12 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return rest != 0 or not columns <= offset % pitch <= pitch - columns
 
 
-def check_apart(y: torch.Tensor, name: str, others: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises `TensorError` if y, which is written, shares memory with one of the others, which all have names."""
-    size = span(y)
+def check_apart(
+    y: torch.Tensor, name: str, others: Iterable[tuple[str, torch.Tensor]], size: int | None = None
+) -> None:
+    """Raises `TensorError` if y, which is written, shares memory with one of the others, which all have names. size:
+    bytes that are written, by default `span`."""
+    size = span(y) if size is None else size
     for other, tensor in others:
         if -size < y.data_ptr() - tensor.data_ptr() < span(tensor):
             raise TensorError(f"{name} shares memory with {other}; pass memory of its own")

@@ -240,11 +240,6 @@ def _over_given(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return torch.where((given == 0) & (x == 0), x, x / (given + 0.0))  # a sum with 0.0 is no negative zero
 
 
-def _fp8_tensor(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
-    assert given is not None
-    return given, _over_given(x, given)
-
-
 def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
     """[rows, 1], of one number for each head."""
     of_heads = given.reshape(-1, 1)
@@ -253,7 +248,7 @@ def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
     return of_heads.expand(-1, rows // max(len(of_heads), 1)).reshape(rows, 1)
 
 
-def _fp8_head(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
+def _fp8_given(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
     assert given is not None
     return given, _over_given(x, _of_rows(given, len(x))[..., None])
 
@@ -381,8 +376,8 @@ _RULES: dict[tuple[str, str], Any] = {
     ("fp8-group", "exact"): _fp8_group,
     ("fp8-group", "power_of_two"): _fp8_power_of_two,
     ("fp8-row", "exact"): _fp8_row,
-    ("fp8-tensor", "exact"): _fp8_tensor,
-    ("fp8-head", "exact"): _fp8_head,
+    ("fp8-tensor", "exact"): _fp8_given,
+    ("fp8-head", "exact"): _fp8_given,
     ("fp8-head", "fa3"): _fp8_head_fa3,
     ("int8-row", "exact"): _int8,
     ("int8-row", "convrot"): _int8_convrot,
@@ -402,8 +397,7 @@ _RULES: dict[tuple[str, str], Any] = {
 def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
     if scales.dtype != torch.uint8:
         return scales.float()
-    bits = torch.where(scales > 0, scales.int() << 23, 1 << 22)
-    return torch.where(scales == _E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
+    return torch.where(scales == _E8M0_NAN, 0x7FC00000, _power(scales.int()).view(torch.int32)).view(torch.float32)
 
 
 def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = ()) -> torch.Tensor:
@@ -420,8 +414,8 @@ def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = (
         return arranged(memory, rows, groups, layout)
     count = prod(matrices)
     rows = rows // max(count, 1)
-    memory = _bytes(scales).new_zeros((*matrices, room(rows, groups, layout, 1)))
-    memory.view(-1)[_swizzled(rows, groups, count, scales.device).flatten()] = _bytes(scales).flatten()
+    memory = scales.new_zeros((*matrices, room(rows, groups, layout, 1)), dtype=torch.uint8)
+    memory.view(-1)[_swizzled(rows, groups, count, scales.device).flatten()] = scales.view(torch.uint8).flatten()
     return memory.view(scales.dtype)
 
 
@@ -468,7 +462,7 @@ def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int)
         return scales.reshape(rows, groups)
     count = prod(scales.shape[:-1])
     places = _swizzled(rows // max(count, 1), groups, count, scales.device)
-    return _bytes(scales).flatten()[places].view(scales.dtype)
+    return scales.view(torch.uint8).flatten()[places].view(scales.dtype)
 
 
 def _swizzled(rows: int, groups: int, matrices: int, device: torch.device) -> torch.Tensor:
@@ -496,7 +490,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes that a tensor lies in, gaps and all."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _bytes(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(torch.uint8)
