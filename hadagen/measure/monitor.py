@@ -104,10 +104,10 @@ class Monitor:
 
     def crowded(self) -> Disturbed | None:
         """Who may be to blame if memory runs out; None if nobody else is known to have any."""
-        gpu = self._gpu
-        others = self._others(gpu) if gpu else {}
-        grown = self._foreign(gpu) - self._foreign_bytes if gpu else 0
-        if gpu is None or not (any(others.values()) or grown > _GROWN_BYTES):
+        if (gpu := self._gpu) is None:
+            return None
+        others, grown = self._others(gpu), self._foreign(gpu) - self._foreign_bytes
+        if not any(others.values()) and grown <= _GROWN_BYTES:
             return None
         who = named(gpu, others) if others else "another process"
         gib = max(sum(others.values()), grown) / (1 << 30)

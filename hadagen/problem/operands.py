@@ -166,8 +166,7 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
 def _packed_matrix(problem: Problem, matrix: NDArray[Any]) -> NDArray[Any]:
     import torch
 
-    packed: NDArray[Any] = pack_matrix(torch.from_numpy(matrix.copy())).numpy()
-    return packed
+    return pack_matrix(torch.from_numpy(matrix.copy())).numpy()
 
 
 def _random_matrix(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:

@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_unary
 
+from hadagen.errors import TensorError
 from hadagen.gpu.driver import Launch
 from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
@@ -176,6 +177,17 @@ def span(x: torch.Tensor) -> int:
     """Bytes from the begin of the first to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size() if x.numel() else 0
+
+
+def check_apart(
+    y: torch.Tensor, name: str, others: Iterable[tuple[str, torch.Tensor]], size: int | None = None
+) -> None:
+    """Raises `TensorError` if y, which is written, shares memory with one of the others, which all have names. size:
+    bytes that are written, by default `span`."""
+    size = span(y) if size is None else size
+    for other, tensor in others:
+        if -size < y.data_ptr() - tensor.data_ptr() < span(tensor):
+            raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
 
 
 def like(x: torch.Tensor) -> Output:

@@ -123,11 +123,13 @@ def check_alike(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} {what} but x {mine}; pass both with values, or both fake")
 
 
-def how_to_join(one: torch.device, other: torch.device, move: str) -> str:
-    """Advice for tensors on two devices: `move`, except with the meta device, whose tensors have no values to move."""
+def check_same_device(name: str, one: torch.device, of: str, other: torch.device, move: str) -> None:
+    """Raises `TensorError` if one tensor is on another device than a second, `of`, with the advice to `move`; for the
+    meta device with another, as its tensors have no values to move."""
     if "meta" in (one.type, other.type):
-        return "a tensor on meta has no values; put both there, or give it values with .to_empty and load_state_dict"
-    return move
+        move = "a tensor on meta has no values; put both there, or give it values with .to_empty and load_state_dict"
+    if one != other:
+        raise TensorError(f"{name} is on {one} but {of} on {other}; {move}")
 
 
 def shape_of(x: torch.Tensor) -> str:

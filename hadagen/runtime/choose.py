@@ -260,5 +260,5 @@ def as_problem(given: Any) -> Problem:
     except KeyError as error:
         raise UsageError(f"problem = {shown(given)} lacks {error}; give such as {_WHOLE}") from None
     except (TypeError, ValueError):
-        said = f"problem = {shown(given)} is not one"
-        raise UsageError(f"{said}; give a Problem, its key, or such as {_WHOLE}") from None
+        advice = f"give a Problem, its key, or such as {_WHOLE}"
+        raise UsageError(f"problem = {shown(given)} is not one; {advice}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -88,13 +89,9 @@ def _orders_of(size: int) -> list[tuple[int, ...]]:
     """The orders that its matrices of this size may have, those of its rule first."""
     found: list[tuple[int, ...]] = []
     for k in (None, (), *((order,) for order in range(256, 0, -4))):
-        try:
-            orders = find_orders(_NAME, size, k)
-        except UsageError:
-            continue
-        if orders not in found:
-            found.append(orders)
-    return found
+        with suppress(UsageError):
+            found.append(find_orders(_NAME, size, k))
+    return list(dict.fromkeys(found))
 
 
 def _agrees(base: Any, signs: torch.Tensor, weight: torch.Tensor, first: int) -> bool:

@@ -51,6 +51,8 @@ class LinearOperator:
     transpose: options → the options of the transposed map, which gradients take.
     """
 
+    functional: Callable[..., torch.Tensor]
+
     def __init__(
         self,
         name: str,
@@ -93,13 +95,11 @@ class LinearOperator:
         """The operator; it bypasses the dispatcher if the dispatcher has nothing to do."""
         if has_only_memory(x) and not needs_derivative(x):
             return self._compute(x, options, False)
-        result: torch.Tensor = self.functional(x, *options)
-        return result
+        return self.functional(x, *options)
 
     def follow(self, x: torch.Tensor, run: Run) -> torch.Tensor:
         """The result of a call that comes again and bypasses the dispatcher, with its derivative. x has no tangent."""
-        result: torch.Tensor = _New.apply(x, self, run.options, run)  # type: ignore[attr-defined]
-        return result
+        return _New.apply(x, self, run.options, run)  # type: ignore[attr-defined, no-any-return]
 
     def dispatch(self, x: torch.Tensor, options: Any, inplace: bool, out: torch.Tensor | None) -> Any:
         """The result in a new tensor, in x or in out. Arguments are checked already. It bypasses the dispatcher if the
@@ -160,8 +160,7 @@ class LinearOperator:
         if has_only_memory(x):
             return self._compute(x, options, False)
         with _next_level():
-            result: torch.Tensor = self.functional(x, *options)
-            return result
+            return self.functional(x, *options)
 
     def _new_autograd(self, x: torch.Tensor, *options: Any) -> Any:
         if needs_derivative(x):
@@ -218,9 +217,8 @@ class _New(_OneLevelFunction):
         return ctx.of.apply(gradient, ctx.of.transpose(ctx.options)), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        result: torch.Tensor = ctx.of.apply(tangent, ctx.options)
-        return result
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return ctx.of.apply(tangent, ctx.options)
 
 
 class _InPlace(_OneLevelFunction):

@@ -7,7 +7,7 @@ and the operators of rotations and quantizers the rest. Derivatives are always t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +51,7 @@ def rotate_after(x: torch.Tensor, before: Before, after: After) -> list[torch.Te
         has_only_memory(each) and not needs_derivative(each) for each in tensors
     ):
         return _compute(tensors, before.prologue, *after.at())
-    results: list[torch.Tensor] = OPERATOR(tensors, before.prologue, *after.at())
-    return results
+    return OPERATOR(tensors, before.prologue, *after.at())
 
 
 def _arguments(tensors: Sequence[torch.Tensor], prologue: str, *options: Any) -> tuple[torch.Tensor, Before, After]:
@@ -147,11 +146,10 @@ def _with_derivatives(*arguments: Any) -> list[torch.Tensor]:
             raise TensorError("x or what comes before has a derivative, which quantized codes do not have; detach it")
         return _in_pytorch(x, before, after, differentiable=True)
     with torch._C._AutoDispatchBelowAutograd():
-        results: list[torch.Tensor] = OPERATOR(*arguments)
-        return results
+        return OPERATOR(*arguments)
 
 
-OPERATOR = register(
+OPERATOR: Callable[..., list[torch.Tensor]] = register(
     "rotate_after",
     f"(Tensor[] tensors, str prologue, {AFTER}, Tensor? tensor_scale) -> Tensor[]",
     _compute,

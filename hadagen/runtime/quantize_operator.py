@@ -16,12 +16,11 @@ from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.operands import Prologue, sizes_for
 from hadagen.problem.problem import LEAST_GROUP, Problem
 from hadagen.runtime import calls
-from hadagen.runtime.calls import ALIGNMENT, Output, Run, needs_derivative, rotation_problem, span
+from hadagen.runtime.calls import ALIGNMENT, Output, Run, check_apart, needs_derivative, rotation_problem, span
 from hadagen.runtime.checks import check_alike, check_is_tensor, check_writable, is_functional, kind_of, plain, shape_of
 from hadagen.runtime.operators import register
 from hadagen.runtime.rotate_arguments import RotateArguments, check
 from hadagen.runtime.rotate_operator import check_whole, rotated
-from hadagen.runtime.transform_operator import check_apart
 from hadagen.truth import quantizer
 
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits

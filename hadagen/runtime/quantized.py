@@ -19,7 +19,7 @@ from hadagen.runtime.checks import (
     check_dtype,
     check_is_flag,
     check_is_tensor,
-    how_to_join,
+    check_same_device,
     is_functional,
     kind_of,
     plain,
@@ -220,9 +220,7 @@ def _check_part(part: Any, name: str, form: Format, types: tuple[torch.dtype, ..
         wanted = " or ".join(map(plain, dict.fromkeys(types)))
         raise TensorError(f"{name} is {kind_of(part)}; {form.name} has strided {wanted}")
     check_alike(codes, part, name)
-    if part.device != codes.device:
-        advice = how_to_join(part.device, codes.device, "move them with .to")
-        raise TensorError(f"{name} is on {part.device} but codes on {codes.device}; {advice}")
+    check_same_device(name, part.device, "codes", codes.device, "move them with .to")
 
 
 def _as_native(tensor: torch.Tensor, kind: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hadagen.problem.matrices import find_matrix, find_orders
 from hadagen.problem.problem import Numerics, Transform
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
-from hadagen.runtime.calls import ALIGNMENT, Range, again, has_only_memory, is_plain, number_of
+from hadagen.runtime.calls import ALIGNMENT, Range, again, check_apart, has_only_memory, is_plain, number_of
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
@@ -25,8 +25,8 @@ from hadagen.runtime.checks import (
     check_is_flag,
     check_is_tensor,
     check_like,
+    check_same_device,
     check_tensor,
-    how_to_join,
     kind_of,
     plain,
     stands_for_a_tensor,
@@ -69,9 +69,8 @@ from hadagen.runtime.rotate_arguments import (
 )
 from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.sealed_module import SealedModule, Watched
-from hadagen.runtime.transform_operator import check_apart
 
-_GIVEN = "given"
+_GIVEN, _MOVE = "given", "move one of them with .to"
 # The largest block with the regular matrix, whose diagonal is stored.
 _MAX_REGULAR = 1 << 26
 # The sealed buffers, and what they hold: the arguments of the same names.
@@ -275,9 +274,7 @@ class Rotation(SealedModule):
             return self(weight)  # type: ignore[no-any-return]
         if bias is not None:
             self._check_part(bias, "bias")
-            if bias.device != weight.device:
-                advice = how_to_join(bias.device, weight.device, "move one of them with .to")
-                raise TensorError(f"bias is on {bias.device} but weight on {weight.device}; {advice}")
+            check_same_device("bias", bias.device, "weight", weight.device, _MOVE)
             if not bias.dim() or bias.shape[-1] != self.n:
                 raise TensorError(f"bias has the shape {tuple(bias.shape)}; its last dimension must be {self.n}")
         folded = self(weight.mT).mT.contiguous()
@@ -576,9 +573,8 @@ class Rotation(SealedModule):
             raise TensorError(
                 f"{name} is a {kind_of(part)} tensor; pass a dense tensor of {', '.join(map(str, DTYPES))}"
             )
-        if any(not each.is_meta for _, each in self._present) and part.device != self._device:
-            advice = how_to_join(part.device, self._device, "move one of them with .to")
-            raise TensorError(f"{name} is on {part.device} but the rotation on {self._device}; {advice}")
+        if any(not each.is_meta for _, each in self._present):
+            check_same_device(name, part.device, "the rotation", self._device, _MOVE)
 
     def _check_inverse(self) -> None:
         if self.name == _GIVEN and not _is_dynamo_compiling():

@@ -7,7 +7,6 @@ distance from each other. Only tensors with yet another order of elements are co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -171,17 +170,6 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
         return True
     offset, rest = divmod(apart, x.element_size())
     return rest != 0 or not columns <= offset % pitch <= pitch - columns
-
-
-def check_apart(
-    y: torch.Tensor, name: str, others: Iterable[tuple[str, torch.Tensor]], size: int | None = None
-) -> None:
-    """Raises `TensorError` if y, which is written, shares memory with one of the others, which all have names. size:
-    bytes that are written, by default `span`."""
-    size = span(y) if size is None else size
-    for other, tensor in others:
-        if -size < y.data_ptr() - tensor.data_ptr() < span(tensor):
-            raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
 
 
 # The matrix is symmetric. If rows are padded and the result is cut, its first rows and columns are left, which are

@@ -137,18 +137,20 @@ def excess_error(
     values = exact.float()
     best = quantize(values.to(dtype).float() if to.rounded else values, to, dtype, given)
     if to.element is Element.NONE:
-        wanted = best[1].double()  # of which squares are finite
-        apart: torch.Tensor = torch.linalg.vector_norm(scales.double() - wanted) / torch.linalg.vector_norm(wanted)
-        return apart
-    norm = torch.linalg.vector_norm(exact)
+        return distance(scales, best[1])
 
     def error(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         scales = given if to.group == TENSOR and given is not None else scales
-        relative: torch.Tensor = torch.linalg.vector_norm(dequantize(codes, scales, to, given).double() - exact) / norm
-        return relative
+        return distance(dequantize(codes, scales, to, given), exact)
 
-    excess: torch.Tensor = error(codes, scales) - 1.005 * error(*best)
-    return excess.clamp(min=0.0)
+    return (error(codes, scales) - 1.005 * error(*best)).clamp(min=0.0)
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """‖found − exact‖ / ‖exact‖, in float64."""
+    norm, exact = torch.linalg.vector_norm, exact.double()
+    relative: torch.Tensor = norm(found.double() - exact) / norm(exact)
+    return relative
 
 
 def _in_groups(x: torch.Tensor, to: Format) -> torch.Tensor:
@@ -248,14 +250,12 @@ def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
     return of_heads.expand(-1, rows // max(len(of_heads), 1)).reshape(rows, 1)
 
 
-def _fp8_given(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
-    assert given is not None
+def _fp8_given(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     return given, _over_given(x, _of_rows(given, len(x))[..., None])
 
 
-def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
+def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     """What is given is the largest magnitude of each head. Of next to nothing the scale is 1."""
-    assert given is not None
     factors = torch.where(given > 1e-12, _tensor(448, x) / given, 1.0)
     return given, x * _of_rows(factors, len(x))[..., None]
 
@@ -346,17 +346,15 @@ def _power(exponents: torch.Tensor) -> torch.Tensor:
     return torch.where(exponents > 0, exponents << 23, 1 << 22).view(torch.float32)
 
 
-def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
-    assert given is not None
+def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     scales = encode_e4m3(_over_given(_over(largest, 6), given).clamp(2.0**-6, 448.0))
     return scales, x * ((1 / given) / scales.float())
 
 
 def _nvfp4_transformer_engine(
-    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor
 ) -> Scaled:
     """What is given is the largest magnitude of all values."""
-    assert given is not None
     encoding = _encoding(given)
     scales = encode_e4m3(largest * (encoding * _tensor(1 / 6, x)))
     return scales, x * (1 / (scales.float() * (1 / encoding))).clamp(max=_FLOAT_MAX)
