@@ -122,8 +122,8 @@ class Format:
                 raise UsageError(f"{what} = {shown(text)} does not exist for {name}; {choice(text, texts)}")
         if layout == Layout.PACKED.value and known.scale == "float32" and rule != "power_of_two":
             raise UsageError(f"layout = packed holds powers of two; choose the rule power_of_two of {name}")
-        chosen = known.groups[0] if group is None else group
-        return replace(known, group=chosen, rule=rule or known.rules[0], layout=Layout(layout))
+        group = known.groups[0] if group is None else group
+        return replace(known, group=group, rule=rule or known.rules[0], layout=Layout(layout))
 
     @cached_property
     def key(self) -> str:

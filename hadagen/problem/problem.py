@@ -104,15 +104,17 @@ class Transform:
     def __post_init__(self) -> None:
         most = 1 << MAX_LOG2_N
         if not _is_size(self.order, 1, MAX_ORDER):
-            said = f"order = {shown(self.order)} is not supported"
-            raise UsageError(f"{said}; the order of a matrix is from 1 to {MAX_ORDER}")
+            raise UsageError(
+                f"order = {shown(self.order)} is not supported; the order of a matrix is from 1 to {MAX_ORDER}"
+            )
         for name in ("signed", "swapped"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"{name} = {shown(value)} is not supported; give True or False")
         times = f"{self.order} times " if self.has_matrix else ""
         if not _is_size(self.n, 1, most) or self.n % self.order or self.length & (self.length - 1):
-            said = f"n = {shown(self.n)} is not supported"
-            raise UsageError(f"{said}; n must be {times}a power of two, and from 2 to {most}")
+            raise UsageError(
+                f"n = {shown(self.n)} is not supported; n must be {times}a power of two, and from 2 to {most}"
+            )
         if self.swapped and (self.has_matrix or self.n.bit_length() % 2 == 0 or self.n == 1):
             raise UsageError(
                 f"swapped bits of n = {self.n} are not supported; n must be a power of four, without a matrix"

@@ -97,15 +97,17 @@ def check_is_tensor(x: Any, name: str) -> None:
 def _is_freed(x: torch.Tensor) -> bool:
     """Whether it has elements but no memory, as parameters that are sharded or offloaded at the moment. PyTorch's own
     functions read address 0 then."""
-    if (
-        type(x) not in (torch.Tensor, torch.nn.Parameter)
-        or is_functional(x)
-        or torch._C._are_functorch_transforms_active()
-    ):
-        return False
-    if x.is_nested or x.layout is not torch.strided or x.device.type not in ("cpu", "cuda") or x._is_zerotensor():
-        return False
-    return x.data_ptr() == 0 and x.numel() > 0
+    return (
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and not is_functional(x)
+        and not torch._C._are_functorch_transforms_active()
+        and not x.is_nested
+        and x.layout is torch.strided
+        and x.device.type in ("cpu", "cuda")
+        and not x._is_zerotensor()
+        and x.data_ptr() == 0
+        and x.numel() > 0
+    )
 
 
 def has_values(x: torch.Tensor) -> bool:

@@ -168,8 +168,12 @@ def _tell_unserved(device: int, target: Device) -> None:
         if device in _unserved:
             return
         _unserved.add(device)
-    said = f"no bundle has kernels for {printable(target.gpu)} ({target.arch}), so plain PyTorch transforms there"
-    warnings.warn(f"{said}, which is slower; {how_to_get_kernels(target.arch)}", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        f"no bundle has kernels for {printable(target.gpu)} ({target.arch}), so plain PyTorch transforms there, which "
+        f"is slower; {how_to_get_kernels(target.arch)}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _find(kind: Kind, elements: int) -> LoadedKernel | None:

@@ -307,8 +307,7 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
     if isinstance(given, torch.Tensor):
         return given if not form.by_head and _is_ready(given, x) else _checked_scale(given, form, x)
     if form.by_head:
-        said = f"tensor_scale is a {type(given).__name__}; {form.name} needs a tensor"
-        raise TypeError(f"{said}, {_scales_of_heads(x)}")
+        raise TypeError(f"tensor_scale is a {type(given).__name__}; {form.name} needs a tensor, {_scales_of_heads(x)}")
     check_is_number(given, "tensor_scale")
     if not is_symbolic(given):
         given = as_float(given)

@@ -14,10 +14,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.problem.matrices import find_matrix, find_orders
-from hadagen.problem.problem import Numerics, Transform
+from hadagen.problem.problem import Transform
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
-from hadagen.runtime.calls import ALIGNMENT, Range, again, check_apart, has_only_memory, is_plain, number_of
+from hadagen.runtime.calls import (
+    ALIGNMENT,
+    Range,
+    again,
+    check_apart,
+    dispatch_modes,
+    has_only_memory,
+    in_functorch,
+    is_dynamo_compiling,
+    is_plain,
+    number_of,
+)
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
@@ -27,6 +38,7 @@ from hadagen.runtime.checks import (
     check_like,
     check_same_device,
     check_tensor,
+    has_values,
     kind_of,
     plain,
     stands_for_a_tensor,
@@ -75,12 +87,6 @@ _GIVEN, _MOVE = "given", "move one of them with .to"
 _MAX_REGULAR = 1 << 26
 # The sealed buffers, and what they hold: the arguments of the same names.
 _MATRICES, _SIGNS, _AFTER = "packed_matrices", "packed_signs", "packed_signs_after"
-_NUMERICS = tuple(member.value for member in Numerics)
-
-# Needed in every call, so that they are looked up only once.
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-_in_functorch: Any = torch._C._are_functorch_transforms_active
 
 
 class Rotation(SealedModule):
@@ -345,8 +351,9 @@ class Rotation(SealedModule):
         except (TypeError, ValueError, OverflowError, RuntimeError, IndexError, AttributeError) as error:
             raise UsageError(f"data is no rotation ({shortened(str(error))}); pass what to_dict returned") from None
         if made.k != orders:
-            said = f"data has factors of the orders {shown(orders)}, not {made.k}"
-            raise UsageError(f"{said}; pass what to_dict returned")
+            raise UsageError(
+                f"data has factors of the orders {shown(orders)}, not {made.k}; pass what to_dict returned"
+            )
         for order, digest in zip(made.k, stored, strict=True):
             known = find_matrix(name, order).digest
             if digest != known:
@@ -407,16 +414,17 @@ class Rotation(SealedModule):
             if y is not None:
                 return cast(torch.Tensor, y)
         check_is_flag(batch_invariant, "batch_invariant")
-        if not stands_for_a_tensor(x):
+        is_tensor = not stands_for_a_tensor(x)
+        checks = is_tensor and not is_dynamo_compiling()  # where the operator's own checks do more for the message
+        if is_tensor:
             check_is_tensor(x, "x")
             check_destination(x, inplace, out)
-        compiling = _is_dynamo_compiling()  # where the operator's own checks do more for the message
-        if not stands_for_a_tensor(x) and not compiling:
-            check_tensor(x)
-        if not stands_for_a_tensor(x) and x.dim() and x.shape[-1] != self.n:
-            raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
+            if checks:
+                check_tensor(x)
+            if x.dim() and x.shape[-1] != self.n:
+                raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
         options = self._options(x, transposed, 1.0, numerics, bool(batch_invariant))
-        if not stands_for_a_tensor(x) and not compiling:
+        if checks:
             check(x, options)
             if out is not None:
                 check_like(x, out)
@@ -435,7 +443,7 @@ class Rotation(SealedModule):
         self, x: torch.Tensor, transposed: bool, scale: float, numerics: str, batch_invariant: bool
     ) -> RotateArguments:
         """What operators take. Raises `TensorError` if the buffers do not hold the values of such a rotation."""
-        if _is_dynamo_compiling() or not self._may_look(x):
+        if is_dynamo_compiling() or not self._may_look(x):
             tensors = self._unchecked(x)
         else:
             device = self._device if stands_for_a_tensor(x) else x.device
@@ -456,10 +464,9 @@ class Rotation(SealedModule):
         """Whether buffers can be read and operands made: not in traces, for fake tensors, or while a graph is
         captured."""
         if stands_for_a_tensor(x):  # whose trace sees what is done with x alone
-            return not _dispatch_modes() and self._device.type != "meta"
-        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor) or x.is_meta:
-            return False
-        if _dispatch_modes() or _in_functorch() or torch._C._is_tracing():
+            return not dispatch_modes() and self._device.type != "meta"
+        is_real = isinstance(x, torch.Tensor) and has_values(x)
+        if not is_real or dispatch_modes() or in_functorch() or torch._C._is_tracing():
             return False
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             made = self._made
@@ -496,7 +503,7 @@ class Rotation(SealedModule):
         if (
             held is not None
             and held.device == x.device
-            and (_is_dynamo_compiling() or not isinstance(x, FakeTensor) or x.fake_mode.allow_non_fake_inputs)
+            and (is_dynamo_compiling() or not isinstance(x, FakeTensor) or x.fake_mode.allow_non_fake_inputs)
         ):
             return held
         return named_matrix(self.name, list(self.k) or [1], self.block, str(x.device))  # type: ignore[no-any-return]
@@ -529,7 +536,7 @@ class Rotation(SealedModule):
     def _fill(self) -> None:
         """Make operands for the module's device, so that the next call, captured or compiled, has them."""
         self._made = self._held = None
-        if _is_dynamo_compiling() or _dispatch_modes() or self._device.type == "meta":
+        if is_dynamo_compiling() or dispatch_modes() or self._device.type == "meta":
             return
         named = self.k if self.name != _GIVEN else ()
         if named or self._swapped:
@@ -562,7 +569,7 @@ class Rotation(SealedModule):
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
         options = self._options(x, False, scale, numerics, batch_invariant)
-        if not _is_dynamo_compiling():  # where the operator's own checks do more for the message
+        if not is_dynamo_compiling():  # where the operator's own checks do more for the message
             check(x, options)
         return options
 
@@ -577,7 +584,7 @@ class Rotation(SealedModule):
             check_same_device(name, part.device, "the rotation", self._device, _MOVE)
 
     def _check_inverse(self) -> None:
-        if self.name == _GIVEN and not _is_dynamo_compiling():
+        if self.name == _GIVEN and not is_dynamo_compiling():
             self._refresh(_MATRICES)
         if self._no_inverse is not None:
             raise UsageError(self._no_inverse)
