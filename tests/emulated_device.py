@@ -119,8 +119,7 @@ def read_operands(problem: Problem, operands: Mapping[str, int]) -> dict[str, An
             assert address % 16 == 0
             found[name] = np.frombuffer((ctypes.c_byte * size).from_address(address), np.uint8)
     if order > 1:
-        packed = torch.from_numpy(np.tile(found["matrix"], 2))
-        found["matrix"] = unpack_matrices(packed, [order])[0].numpy()
+        found["matrix"] = unpack_matrices(torch.from_numpy(np.tile(found["matrix"], 2)), [order])[0].numpy()
     return found
 
 

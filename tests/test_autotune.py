@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ import pytest
 from real_compilers import needs_nvrtc
 from sample_bundle import hide_bundles, write_trials
 from sample_trials import H100, PROBLEM, make_kernel, make_trial, times
+from test_runners import FakeService
 
 import hadagen
 from hadagen import Match
@@ -143,7 +143,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """An A100, and a user's bundle with recipes for an H100 for `PROBLEM`."""
     machine = Machine()
     hide_bundles(tmp_path, monkeypatch)
@@ -163,16 +163,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(module, "cuda_device", lambda index: machine.device)
     for module in (asking, warmup):
         monkeypatch.setattr(module, "cuda_index", lambda device: device if device in (0, 1) else 0)
-    for name, empty in (
-        ("timed", {}),
-        ("found", {}),
-        ("loaded", {}),
-        ("unfit", defaultdict(dict)),
-    ):
-        monkeypatch.setattr(tables, name, empty)
+    tables.clear()
     monkeypatch.setattr(kernels, "_unserved", set())
     monkeypatch.delenv(kernels.AUTOTUNE, raising=False)
-    return machine
+    yield machine
+    tables.clear()
 
 
 def _some_knobs() -> list[Knobs]:
@@ -683,20 +678,14 @@ def test_a_file_system_without_locks_makes_nobody_wait(tmp_path: Path, monkeypat
 
 
 # ---- what it needs ---------------------------------------------------------------------------------------------------
-class FakeService:
+class RightService(FakeService):
     """Stands in for the GPU in the measuring process."""
 
     greeting = A100
 
-    def __init__(self, *_: object) -> None:
-        pass
-
     def handle(self, request: Measure) -> Answer:
         timings = tuple(Timing(*cell, 2.0, 2.0, 2.0, 1.0) for cell in all_cells(request.problem, A100.l2_bytes))
         return Answer(Outcome.OK, "", {"normal": 1e-5}, timings, 0.1)
-
-    def is_usable(self) -> bool:
-        return True
 
 
 def test_problems_with_signs_are_not_measured(tmp_path: Path) -> None:
@@ -715,7 +704,7 @@ def test_with_a_compiler_and_a_measuring_process(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(
         autotuner,
         "DeviceRunner",
-        lambda *arguments, deadline: DeviceRunner(*arguments, deadline=deadline, make_service=FakeService),
+        lambda *arguments, deadline: DeviceRunner(*arguments, deadline=deadline, make_service=RightService),
     )
     monkeypatch.setattr(Measuring, "_look_ahead", lambda self: None)
     add_winners(tmp_path / "a.db", PROBLEM, 0, "sm80", [knobs.to_dict() for knobs in KNOWN[:2]], 1000.0, 2)

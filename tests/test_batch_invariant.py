@@ -127,8 +127,7 @@ def trial(number: int, arithmetic: str, us: dict[int, float], cluster: int = 1, 
     launch = replace(LAUNCH, arithmetic=arithmetic, cluster=cluster)
     both = tuple(time for destination in Destination for time in times(us, destination))
     launch = replace(launch, params=params_for(fields.get("problem", PROBLEM)))
-    kernel = make_kernel(b"%d" % number, launch=launch)
-    return make_trial(number, kernel=kernel, timings=both, **fields)
+    return make_trial(number, kernel=make_kernel(b"%d" % number, launch=launch), timings=both, **fields)
 
 
 SMALL, LARGE = 1 << 13, 1 << 20
@@ -195,8 +194,7 @@ def test_only_kernels_of_the_named_arithmetic_are_chosen(bundle: Path) -> None:
     assert {chosen(1 << k) for k in range(8, 28)} == {TWO}
     assert timed_in_bundles(PROBLEM, IN_PLACE, DEVICE, batch_invariant=True) == [LARGE]
     assert timed_in_bundles(PROBLEM, IN_PLACE, DEVICE) == [SMALL, LARGE]
-    config = best_config(PROBLEM, 1, arch="sm90", batch_invariant=True)
-    assert config.launch.arithmetic == TWO
+    assert best_config(PROBLEM, 1, arch="sm90", batch_invariant=True).launch.arithmetic == TWO
     (digest,) = {entry.kernel for entry in Bundle.open(bundle).all_entries() if entry.launch.arithmetic == TWO}
     assert chosen(LARGE, (digest,)) is None
     with pytest.raises(UsageError, match=r"batch_invariant = 'yes' is not supported; give True or False"):
@@ -307,8 +305,7 @@ def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path) -> None
     ]
     named = {t.kernel.digest: t.kernel for t in quantizing if t.kernel}
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {QUANTIZING: TWO})
-    found = kernels.find(kind, SMALL)
-    assert found.launch.arithmetic == TWO  # type: ignore[attr-defined]
+    assert kernels.find(kind, SMALL).launch.arithmetic == TWO  # type: ignore[attr-defined]
     tables.clear()
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {})
     with pytest.warns(

@@ -226,8 +226,7 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
         )
         assert share + sum(other for _, other in others) == 1
         assert all(other <= share for _, other in others)
-        chosen = variants[choice.chosen].kernel
-        assert chosen.digest == row["kernel"]
+        assert variants[choice.chosen].kernel.digest == row["kernel"]
     with table.open(newline="") as file:
         written = list(csv.DictReader(file))
     assert [(row["gpu"], row["loss"], row["us"]) for row in written[:2]] == [

@@ -364,8 +364,7 @@ def test_a_tune_begins_with_estimates_only_if_nothing_was_measured_on_its_arch(
 
 def test_a_tune_reports_the_winners_of_its_own_gpu(fake_gpu: None) -> None:
     recorded(options.default_db(), make_trial(problem=Problem.of(4, DType.FLOAT16, Numerics.FAST), environment=H200))
-    winners = json.loads(succeed(*SMALL_TUNE))["winners"]
-    assert {winner["gpu"] for winner in winners} == {"Test GPU"}
+    assert {winner["gpu"] for winner in json.loads(succeed(*SMALL_TUNE))["winners"]} == {"Test GPU"}
 
 
 def test_a_tune_of_fewer_values(fake_gpu: None) -> None:

@@ -178,8 +178,7 @@ def places(text: str, *parts: str) -> list[int]:
 def test_a_multicast_starts_when_all_blocks_run_and_nobody_waits_to_store() -> None:
     knobs = Knobs(4, 4, 4, block_bits="load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     knobs = replace(knobs, load="multicast", trigger="store")
-    plan = build_plan(Problem.of(16384, DType.BFLOAT16), knobs, ARCH)
-    text = render(plan).text
+    text = render(build_plan(Problem.of(16384, DType.BFLOAT16), knobs, ARCH)).text
     at = places(
         text,
         "barrier_expect(landed, 32768u);",

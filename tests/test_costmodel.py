@@ -398,8 +398,7 @@ def test_how_far_ahead_a_prefetch_is_makes_no_difference_to_the_cost_model() -> 
 
 def test_the_shortlist_begins_with_the_best_of_each_regime() -> None:
     problem = Problem.of(2048, DType.BFLOAT16, Numerics.ACCURATE)
-    space = Space(problem, SM90)
-    listed = shortlist(space, 6)
+    listed = shortlist(Space(problem, SM90), 6)
     assert len(set(listed)) == 6
     few = Space(problem, replace(SM90, search={**SM90.search, "cluster": (1,), "load": ("plain",), "stages": (1,)}))
     for cells in estimate._cells_by_regime(problem, SM90).values():

@@ -29,8 +29,7 @@ MOST_LOST = 10.0  # seconds, to a kernel that hangs
 
 
 def test_a_tune_survives_every_broken_kernel(tmp_path: Path, figure: Callable[[str, Any], None]) -> None:
-    target = cuda_device(0)
-    arch = load_arch(target.arch)
+    arch = load_arch(cuda_device(0).arch)
     toolchain = Toolchain.find()
 
     def broken(name: str, source: Source) -> Kernel:

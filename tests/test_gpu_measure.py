@@ -108,8 +108,7 @@ def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
 ) -> None:
     problem = Problem.of(1024, dtype, rows=rows)
     knobs = Space(problem, ARCH).seeds()[0]
-    plan = build_plan(problem, knobs, ARCH)
-    (kernel,) = build(render(plan))
+    (kernel,) = build(render(build_plan(problem, knobs, ARCH)))
     trial = bench.trial(Variant(problem, knobs.to_dict(), kernel))
     assert (trial.outcome, trial.detail, set(trial.errors)) == (Outcome.OK, "", set(INPUT_CLASSES))
     assert [Cell.of(t) for t in trial.timings] == list(all_cells(problem, trial.environment.l2_bytes))
@@ -131,8 +130,7 @@ def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(bench: Be
         replace(fp32, chunks=chunks, warps=warps, cluster=cluster, exchange_carrier="fp32" if warps > 1 else "packed")
         for chunks, warps, cluster in shapes
     ]
-    plans = [build_plan(problem, knobs, ARCH) for knobs in some]
-    kernels = build(*map(render, plans))
+    kernels = build(*map(render, [build_plan(problem, knobs, ARCH) for knobs in some]))
     for knobs, kernel in zip(some, kernels, strict=True):
         trial = bench.trial(Variant(problem, knobs.to_dict(), kernel))  # which may be given up as too slow
         assert trial.outcome is Outcome.OK, (knobs, trial.detail)
@@ -141,8 +139,7 @@ def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(bench: Be
 def test_cold_is_no_faster_than_hot(bench: Bench) -> None:
     timings = bench.trial(bench.right).timings
     copy_us = {Cell.of(t): t.copy_us for t in timings}
-    middle = [Cell(1 << 22, destination, Cache.HOT) for destination in Destination]
-    for hot in middle:
+    for hot in [Cell(1 << 22, destination, Cache.HOT) for destination in Destination]:
         assert copy_us[hot] < copy_us[hot._replace(cache=Cache.COLD)]
 
 

@@ -148,8 +148,7 @@ def test_signs_leave_registers_for_as_many_blocks(tmp_path: Path, monkeypatch: p
         knobs = {"chunks": 1, "warps": 8, "grid": "tiles"}
         winner = make_trial(problem=PROBLEM, knobs=knobs, kernel=kernel, timings=times({1 << 13: 2.0}))
         pin(tmp_path / str(registers), [winner], monkeypatch)
-        best = hadagen.best_config(SIGNED, 32, arch="sm90", inplace=True)
-        found[registers] = best.knobs["min_blocks"]
+        found[registers] = hadagen.best_config(SIGNED, 32, arch="sm90", inplace=True).knobs["min_blocks"]
     assert found == {168: 1, 80: 3, 60: 4, 40: 4}
 
 

@@ -440,8 +440,7 @@ def test_a_gpu_that_is_slowed_down_is_noticed_until_it_recovers(bits: int, why: 
 
 
 def test_a_bit_that_is_set_for_a_moment_disturbs_nothing() -> None:
-    gpu = FakeGpu(later=[(0.05, {"reasons": 0})])
-    assert watching(gpu, reasons=libnvml.HW_SLOWDOWN).look() is None
+    assert watching(FakeGpu(later=[(0.05, {"reasons": 0})]), reasons=libnvml.HW_SLOWDOWN).look() is None
 
 
 @pytest.mark.parametrize("bits", [libnvml.SW_POWER_CAP, libnvml.CLOCKS_SETTING, libnvml.SYNC_BOOST, libnvml.GPU_IDLE])

@@ -11,16 +11,14 @@ from test_quantize import normal
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from hadagen import Rotation, TensorError, UsageError, hadamard_transform, presets, rotate_quantize
+from hadagen.truth import reference
 from hadagen.truth.quantizer import dequantize, encode_e4m3
 
 SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])  # `get_wgrad_sign_vector`
 
 
 def hadamard(n: int) -> torch.Tensor:
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < n:
-        h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h)
-    return h
+    return torch.from_numpy(reference.hadamard(np.eye(n)))
 
 
 REGULAR = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2
@@ -173,8 +171,7 @@ def test_a_default_device_changes_nothing() -> None:
 
 
 def test_values_that_are_not_finite_are_no_error() -> None:
-    x = torch.full((2, 16), torch.inf)
-    assert presets.transformer_engine_nvfp4(x).codes.shape == (2, 8)
+    assert presets.transformer_engine_nvfp4(torch.full((2, 16), torch.inf)).codes.shape == (2, 8)
 
 
 SIGNED = (presets.convrot_int8, presets.convrot_int4, presets.transformer_engine_nvfp4)

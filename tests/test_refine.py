@@ -131,8 +131,7 @@ def test_what_is_for_gpus_that_hold_no_large_clusters_ends_no_gap() -> None:
     bench.tune([128, 256, 384, 512])
     assert bench.refine() == {}
     assert bench.looked_at == [[181, 313, 443]]
-    selection = portfolio(bench.store.trials())
-    assert [trial.knobs["chunks"] for trial in selection.values()] == [0, 1] * 4
+    assert [trial.knobs["chunks"] for trial in portfolio(bench.store.trials()).values()] == [0, 1] * 4
 
 
 def test_where_calls_change_kernels_is_looked_at_though_the_same_wins_around() -> None:

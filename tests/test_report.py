@@ -191,8 +191,7 @@ def test_estimates_without_a_size_of_l2_have_the_regime_of_the_time_that_decided
 
 
 def test_winners_are_those_of_a_bundle() -> None:
-    trials = tuple(sample_trials())
-    winners = winners_of(trials)
+    winners = winners_of(tuple(sample_trials()))
     assert {entry.problem.key for entry in winners} == set(KEYS)
     assert all(entry.knobs["warps"] == 8 and entry.elements in element_buckets(entry.problem) for entry in winners)
     assert {(row.cache, row.elements) for row in facts.winner_rows(winners)} == {
@@ -406,4 +405,5 @@ def test_without_bokeh_the_extra_is_named(database: Path, tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "bokeh.document", None)
     monkeypatch.setitem(sys.modules, "bokeh.layouts", None)
     said = sentence(run("report", database, "-o", tmp_path / "out.html"), 1)
-    assert said == "the Python package bokeh is not installed; install it with: pip install 'hadagen[report]'"
+    how = "install it with: pip install '.[report]' in a checkout of hadagen"
+    assert said == f"the Python package bokeh is not installed; {how}"

@@ -121,8 +121,7 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(store: Store) -> None:
             if len(reported) == 4:
                 raise KeyboardInterrupt
 
-    report = tune(options(store, FakeRunner()), listen)
-    assert report.stopped == "interrupted"
+    assert tune(options(store, FakeRunner()), listen).stopped == "interrupted"
     kept = {knobs_key(trial.knobs) for trial in store.trials(blobs=False)}
     assert len(reported) >= 4
     assert kept == set(reported)
@@ -276,8 +275,7 @@ def test_what_a_runner_cannot_try_is_tried_again(store: Store) -> None:
             return NotTried("c++ was killed by signal 9")
 
     runner = Dying()
-    report = tune(options(store, runner))
-    assert report.outcomes == {Outcome.OK: TRIALS}
+    assert tune(options(store, runner)).outcomes == {Outcome.OK: TRIALS}
     assert len(store.trials()) == TRIALS
     assert len(runner.asked) == 2 * len(runner.died)
 
@@ -395,8 +393,7 @@ class BusyRunner(FakeRunner):
 
 def test_a_search_times_again_what_a_busy_gpu_prevented(store: Store) -> None:
     said: list[Event] = []
-    report = tune(options(store, BusyRunner(2)), said.append)
-    assert report.outcomes == {Outcome.OK: TRIALS}
+    assert tune(options(store, BusyRunner(2)), said.append).outcomes == {Outcome.OK: TRIALS}
     assert len(store.trials()) == TRIALS
     (note,) = {(event.reason, event.advice) for event in said if isinstance(event, VariantNotTried)}
     assert note == (BUSY.reason, BUSY.advice)

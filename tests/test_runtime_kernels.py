@@ -80,8 +80,7 @@ def test_a_kernel_is_loaded_once_for_all_buckets_of_a_device(loader: Loader) -> 
     assert first.spec.tile_elements == 4096
     assert find(1 << 28) is first
     assert loader.images == [b"cubin 1"]
-    second = find(device=1)
-    assert second.device == 1
+    assert find(device=1).device == 1
     assert len(loader.images) == 2
 
 
@@ -186,8 +185,7 @@ def test_a_call_runs_the_kernel_of_the_nearest_count(four_kernels: Path, loader:
     """Between 64K, 96K and 128K it changes at √1.5 and √3 times 64K, though nothing else is half an octave apart."""
     ran = {}
     for elements in (256, 1 << 13, 23170, 23171, 1 << 16, 80264, 80265, 3 << 15, 113511, 113512, 1 << 17, 1 << 31):
-        kernel = find(elements)
-        assert kernel is find(elements) is not None
+        assert find(elements) is find(elements) is not None
         ran[elements] = len(loader.images)
         _, chosen = choose_from_bundles(PROBLEM, Destination.IN_PLACE, elements, Device("sm90", H100.gpu))
         assert loader.images[-1] == b"cubin %d" % chosen[0].knobs["chunks"]

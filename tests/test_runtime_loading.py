@@ -125,8 +125,7 @@ def test_the_cubin_is_loaded_else_what_the_recipe_makes_else_the_ptx(
 
 
 def test_a_recipe_is_compiled_and_compared_once(machine: Machine, tmp_path: Path) -> None:
-    kernel = load(tmp_path, recipe_trial())
-    assert kernel.spec == LAUNCH
+    assert load(tmp_path, recipe_trial()).spec == LAUNCH
     assert machine.asked == [made_for(HERE), MADE, "compared"]
     load(tmp_path, recipe_trial())  # as another process would
     assert machine.asked[3:] == [made_for(HERE), MADE]

@@ -40,8 +40,7 @@ def check(problem: Problem, knobs: Knobs, why: str = "", arch: Arch = ARCH) -> N
 def test_no_two_legal_choices_mean_the_same_plan(problem: Problem) -> None:
     legal = space_of(problem).legal
     legal = random.Random(1).sample(legal, min(400, len(legal)))
-    digests = {build_plan(problem, knobs, ARCH).digest for knobs in legal}
-    assert len(digests) == len(legal)
+    assert len({build_plan(problem, knobs, ARCH).digest for knobs in legal}) == len(legal)
 
 
 def test_what_was_never_faster_is_left_out_with_the_reason_of_the_arch() -> None:
@@ -358,8 +357,7 @@ def test_seeds_of_clusters_load_whole_rows_too() -> None:
 def test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say(problem: Problem, arch: Arch) -> None:
     """Whatever it becomes, what the rule found legal it finds legal still."""
     context, space = Context(problem, arch), space_of(problem) if arch is ARCH else Space(problem, arch)
-    some = random.Random(2).sample(space.legal, min(150 if arch is ARCH else 20, len(space.legal)))
-    for knobs in some:
+    for knobs in random.Random(2).sample(space.legal, min(150 if arch is ARCH else 20, len(space.legal))):
         changed = {name: [replace(knobs, **{name: value}) for value in arch.search[name]] for name in KNOB_NAMES}
         for rule in rules_for(problem, arch):
             for name in KNOB_NAMES[KNOB_NAMES.index(rule.last) + 1 :]:

@@ -266,8 +266,7 @@ def test_a_value_of_11_bits_stays_as_it_is_lifted_and_cut_off(far_lanes: str) ->
     high, low = (8 * np.arange(128, 256)).repeat(8), np.tile(np.arange(8), 128)
     x = np.zeros((len(high), 8192))
     x[:, 3], x[:, 3 + 128] = high, low  # whose sums an mma takes that does not cut off
-    bits = encode(DType.BFLOAT16, x)
-    out, _ = emulate(plan, bits)
+    out, _ = emulate(plan, encode(DType.BFLOAT16, x))
     np.testing.assert_array_equal(out, encode(DType.BFLOAT16, hadamard(x)))
 
 

@@ -149,8 +149,7 @@ def test_compiled_calls_have_the_derivatives_that_are_asked_for(way: str, requir
     function = DERIVATIVES[way]
     x = normal(4, N).requires_grad_(requires_grad)
     torch.compiler.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    found, wanted = compiled(x), function(x)
+    found, wanted = torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(x)
     assert torch.allclose(found, wanted, atol=1e-6)
     assert found.requires_grad == wanted.requires_grad
     if wanted.requires_grad:

@@ -280,8 +280,7 @@ def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:
 def test_a_kernel_of_an_earlier_run_is_not_measured_again() -> None:
     (problem,) = problems(256)
     knobs = Space(problem, arch()).seeds()[0]
-    plan = build_plan(problem, knobs, arch())
-    (kernel,) = build([render(plan)])
+    (kernel,) = build([render(build_plan(problem, knobs, arch()))])
     assert isinstance(kernel, Kernel)
     known = make_trial(problem, knobs.to_dict(), kernel)
     runner, batches = FakeRunner(), [[(problem, knobs)]]
