@@ -14,7 +14,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.groups import Group
-from hadagen.cli.listing import bundle_summary, list_, signers, signers_text, winner_values
+from hadagen.cli.listing import bundle_summary, gpu_names, list_, signers, signers_text, winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
     Item,
@@ -74,7 +74,7 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
     path = bundle_place(path, arch, db)
     with options.open_db(db) as store:
         selection = make_bundle(store, arch, path, loss)
-    say(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB{unused_text(path)}")
+    _say_written(path, selection)
 
 
 @bundle.command()
@@ -91,7 +91,7 @@ def estimate(arch: str, source: Path, out: Path) -> None:
     from hadagen.tuner.transfer import estimate_bundle
 
     selection = estimate_bundle(Bundle.open(source), load_arch(arch), out)
-    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB{unused_text(out)}")
+    _say_written(out, selection)
 
 
 @bundle.command()
@@ -172,7 +172,7 @@ def show(paths: tuple[Path, ...], every: bool, as_json: bool) -> None:
         print_json([bundle_summary(each) | {"entries": [*map(winner_values, each.all_entries())]} for each in shown])
         return
     for each in shown:
-        say(f"{each.path}: {each.arch}, {', '.join(gpu or 'estimated' for gpu in each.gpus())}")
+        say(f"{each.path}: {each.arch}, {gpu_names(each.gpus())}")
         if every:
             _print_winners(each.all_entries())
         else:
@@ -232,7 +232,7 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
     """
     _keep_others(out, paths, f"{out} twice to add to it")
     selection = merge_bundles(paths, out)
-    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB{unused_text(out)}")
+    _say_written(out, selection)
 
 
 @bundle.command()
@@ -269,8 +269,7 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
     if table:
         rows = (dict(zip(ASSEMBLED, (old, new.digest), strict=True)) for old, new in sorted(kernels.items()))
         write_table(table, ASSEMBLED, rows, dict.fromkeys(ASSEMBLED, ".12"))
-    made = f"{count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB"
-    say(f"{out}: {made}, by {assembler.release}{oldest_driver(Bundle.open(out))}{unused_text(out)}")
+    _say_written(out, selection, f", by {assembler.release}{oldest_driver(Bundle.open(out))}")
 
 
 @bundle.command()
@@ -299,6 +298,10 @@ def _keep_others(out: Path, sources: Iterable[Path], instead: str) -> None:
     """Raises `UsageError` if `out` would replace a file that is not among the sources."""
     if out.exists() and not any(source.exists() and source.samefile(out) for source in sources):
         raise UsageError(f"{out} is there already and would be lost; name a new file last, or {instead}")
+
+
+def _say_written(path: Path, selection: Selection, how: str = "") -> None:
+    say(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB{how}{unused_text(path)}")
 
 
 def unused_text(path: Path) -> str:

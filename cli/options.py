@@ -33,7 +33,7 @@ DEFAULT_ARCH = "sm90"
 ALL_SIZES = f"2-{1 << MAX_LOG2_N}"
 NUMERICS = "accurate rounds once, to the type of x; fast may round between steps. float32 is always accurate."
 Command = Callable[..., None]
-_FACTORS = {"K": 1 << 10, "M": 1 << 20}
+_FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 # The parts of a key that leave out an order, or name a format as a caller does.
 _KEY = re.compile(
     "(n([0-9]{1,9}))(-k[0-9]{1,9})?((?:-swapped)?(?:-signed)?)(-[a-z]+[0-9]+)(?:-to-(.+?))?(-[a-z]+(?:-contiguous|-pitched)?)"
@@ -422,12 +422,10 @@ def parse_elements(text: str) -> list[int]:
     """
     counts = set()
     for part in (part.strip() for part in text.split(",")):
-        number, factor = part, 1
-        if part[-1:] in _FACTORS:
-            number, factor = part[:-1], _FACTORS[part[-1]]
-        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) or len(number) > _MOST_DIGITS:
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KM]?)", part)
+        if not found or len(found[1]) > _MOST_DIGITS:
             raise UsageError(f"--elements {shown(part)} is not a size; write for example 65536,1M")
-        count = Fraction(number) * factor
+        count = Fraction(found[1]) * _FACTORS[found[2]]
         others = *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS
         if count not in ELEMENT_BUCKETS and count not in others:
             known = f"powers of two from {ELEMENT_BUCKETS[0]} to {ELEMENT_BUCKETS[-1]}"

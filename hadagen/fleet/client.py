@@ -54,7 +54,7 @@ class DeviceClass:
 class FleetState:
     """workers: how many take part. compiling: how many kernels they compile at once. gpus: class → count.
     busy: class → share of the time, since the first was measured, in which they measured. seconds: class → for how long
-    they did. measured: class → variants.
+    they did.
     """
 
     workers: int
@@ -62,7 +62,6 @@ class FleetState:
     gpus: dict[str, int]
     busy: dict[str, float]
     seconds: dict[str, float]
-    measured: dict[str, int]
 
 
 @dataclass
@@ -71,7 +70,6 @@ class _Use:
 
     busy: float = 0.0
     available: float = 0.0
-    measured: int = 0
 
 
 class Fleet(AbstractContextManager["Fleet"]):
@@ -166,7 +164,6 @@ class Fleet(AbstractContextManager["Fleet"]):
             gpus={each.environment.gpu: each.count for each in self.classes},
             busy={gpu: use.busy / use.available for gpu, use in self._uses.items() if use.available},
             seconds={gpu: use.busy for gpu, use in self._uses.items()},
-            measured={gpu: use.measured for gpu, use in self._uses.items()},
         )
 
     # ---- tasks, to be awaited on `loop` ------------------------------------------------------------------------------
@@ -189,7 +186,6 @@ class Fleet(AbstractContextManager["Fleet"]):
             is_sound, work.measure, (variant, gpu, self._compiler), pure=False, resources={gpu_resource(gpu): 1}
         )
         use.busy += answer.seconds
-        use.measured += 1
         return cast(Trial | NotTried, answer.value)
 
     async def race(
