@@ -22,7 +22,7 @@ REGIMES = (
 )
 
 
-# Kernels of which parts are left out.
+# Kernels without some of their parts.
 PARTS = (
     "whole",
     "without the largest magnitude",
