@@ -11,7 +11,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.output import print_json, print_table, report_failures, say
-from hadagen.errors import StorageError
+from hadagen.errors import StorageError, install
 from hadagen.problem.trial import Trial
 from hadagen.runtime import bundles
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -115,7 +115,7 @@ def signers(bundle: Bundle, must_check: bool = False) -> dict[str, bool | None]:
 
 def signers_text(signed: Mapping[str, bool | None]) -> str:
     """The result of `signers` as text."""
-    notes = {True: "", False: " (wrong)", None: " (not checked, pip install 'hadagen[sign]')"}
+    notes = {True: "", False: " (wrong)", None: f" (not checked, {install('sign')})"}
     return f"signed by {', '.join(key + notes[right] for key, right in signed.items())}" if signed else "not signed"
 
 

@@ -23,11 +23,27 @@ from hadagen.runtime.rotate_arguments import RotateArguments
 from hadagen.runtime.rotation import Rotation
 from hadagen.truth import quantizer
 
+__all__ = [
+    "convrot_int4",
+    "convrot_int8",
+    "deepseek_v4_fp4",
+    "deepseek_v32_indexer",
+    "fa3_fp8",
+    "quarot_int4",
+    "qutlass_mxfp4",
+    "transformer_engine_nvfp4",
+]
+
 # The signs of TransformerEngine's random Hadamard transform, which are always these.
 _TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 # g^-½ in bfloat16.
 _QUTLASS_SCALES = {32: 181 / 1024, 64: 1 / 8, 128: 181 / 2048}
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
 
 
 def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False, numerics: str = "accurate") -> Quantized:

@@ -400,11 +400,14 @@ def test_a_bare_install_chooses_kernels_and_names_the_extra_for_the_rest(sample:
     assert json.loads(best[1])["match"] == "same-arch"
     assert verified[0] == doctor[0] == 0
     checks = {check["name"]: check for check in json.loads(doctor[1])["checks"]}
-    assert "is not installed; install it with: pip install 'hadagen[tune]'" in checks["tune extra"]["says"]
+    assert (
+        "is not installed; install it with: pip install '.[tune]' in a checkout of hadagen"
+        in checks["tune extra"]["says"]
+    )
     assert checks["tune extra"]["state"] == "missing"
     assert checks["emulator"]["says"].startswith("it cannot be tried without the tune")
     assert "untried" not in {checks[name]["state"] for name in ("nvrtc", "nvcc")}  # a call may compile
     for code, _, said in others:
         assert code == 1
         assert said.startswith("hadagen: the Python package ")
-        assert said.endswith("is not installed; install it with: pip install 'hadagen[tune]'\n")
+        assert said.endswith("is not installed; install it with: pip install '.[tune]' in a checkout of hadagen\n")

@@ -203,8 +203,12 @@ RAISED: list[tuple[Exception, str, int]] = [
     (OSError(errno.EDQUOT, "Disk quota exceeded", "/data/x"), "/data/x: Disk quota exceeded; make room", 1),
     (OSError(errno.EROFS, "Read-only file system", "/data/x"), "/data/x: Read-only file system; name a place", 1),
     (OSError(errno.EIO, "Input/output error"), "Input/output error; check the path", 1),
-    (ModuleNotFoundError(name="optuna"), "optuna is not installed; install it with: pip install 'hadagen[tune]'", 1),
-    (ModuleNotFoundError(name="torch.cuda"), "torch is not installed; install it with: pip install 'torch'", 1),
+    (
+        ModuleNotFoundError(name="optuna"),
+        "optuna is not installed; install it with: pip install '.[tune]' in a checkout of hadagen",
+        1,
+    ),
+    (ModuleNotFoundError(name="torch.cuda"), "torch is not installed; install it with: pip install torch", 1),
     (DeviceError("the GPU fell off the bus; restart it"), "the GPU fell off the bus; restart it", 1),
     (ZeroDivisionError("division by\nzero"), "ZeroDivisionError: division by zero; this is a bug of hadagen", 1),
 ]
@@ -321,7 +325,7 @@ def test_a_missing_driver_is_named_with_the_command(monkeypatch: pytest.MonkeyPa
     said = sentence(run("bundle", "list", "--db", "postgresql://me:s3cret@host/x"), 1)
     assert said == (
         "postgresql+psycopg://me:***@host/x needs the Python package psycopg, which is missing; "
-        "pip install 'hadagen[fleet]'"
+        "pip install '.[fleet]' in a checkout of hadagen"
     )
 
 

@@ -328,7 +328,7 @@ def test_a_bare_install_looks_up_and_inspects(bare: Path) -> None:
 def test_what_tunes_names_the_extra_it_needs(command: tuple[str, ...], bare: Path) -> None:
     done = hadagen(bare, *command)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.endswith(" is not installed; install it with: pip install 'hadagen[tune]'\n")
+    assert done.stderr.endswith(" is not installed; install it with: pip install '.[tune]' in a checkout of hadagen\n")
 
 
 def test_a_checkout_that_is_not_installed_is_whole() -> None:

@@ -405,4 +405,5 @@ def test_without_bokeh_the_extra_is_named(database: Path, tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "bokeh.document", None)
     monkeypatch.setitem(sys.modules, "bokeh.layouts", None)
     said = sentence(run("report", database, "-o", tmp_path / "out.html"), 1)
-    assert said == "the Python package bokeh is not installed; install it with: pip install 'hadagen[report]'"
+    how = "install it with: pip install '.[report]' in a checkout of hadagen"
+    assert said == f"the Python package bokeh is not installed; {how}"

@@ -327,7 +327,7 @@ def test_without_cryptography_there_is_a_sentence_where_it_is_needed(
     for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert best().match is Match.SAME_ARCH
-    said = r"cryptography, .* is not installed; install it with: pip install 'hadagen\[sign\]'"
+    said = r"cryptography, .* is not installed; install it with: pip install '\.\[sign\]' in a checkout of hadagen"
     with pytest.raises(StorageError, match=said):
         read_key(keys[0])
     monkeypatch.setenv(trust.VARIABLE, str(keys[1]))

@@ -236,7 +236,7 @@ VERSION = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
 @pytest.mark.parametrize(
     ("kind", "error", "said"),
     [
-        (["nvcc"], NoCompilerError, r"nvcc is not on PATH.*pip install 'hadagen\[nvcc\]'"),
+        (["nvcc"], NoCompilerError, r"nvcc is not on PATH.*pip install '\.\[nvcc\]' in a checkout of hadagen"),
         ([], ToolchainError, r"NVRTC cannot be loaded from .*none\.so"),
         (["gcc"], UsageError, "there is no compiler 'gcc'; choose one of nvrtc, nvcc"),
     ],

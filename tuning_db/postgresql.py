@@ -11,10 +11,10 @@ from typing import Any
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, install
 
 DIALECT = "postgresql+psycopg"
-INSTALL = "pip install 'hadagen[fleet]'"
+INSTALL = install("fleet")
 # A transaction that does nothing for so long is undone: its client may be gone, its locks are not. One that writes, for
 # which others wait, after less than they wait.
 ABANDONED_SECONDS = 300

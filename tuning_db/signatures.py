@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, UsageError, install
 
 # The DER of a public key of Ed25519 begins so, and 32 bytes follow: https://www.rfc-editor.org/rfc/rfc8410#section-4
 _SPKI = bytes.fromhex("302a300506032b6570032100")
@@ -188,6 +188,6 @@ def _ed25519() -> Any:
     except ImportError:
         raise StorageError(
             "the Python package cryptography, which makes and checks signatures, is not installed; "
-            "install it with: pip install 'hadagen[sign]'"
+            f"install it with: {install('sign')}"
         ) from None
     return ed25519

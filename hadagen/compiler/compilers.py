@@ -18,10 +18,10 @@ from threading import Event
 
 from hadagen.compiler import nvrtc, nvrtc_calls, programs
 from hadagen.compiler.programs import Finished, one_line
-from hadagen.errors import NoCompilerError, StorageError, ToolchainError, printable
+from hadagen.errors import NoCompilerError, StorageError, ToolchainError, install, printable
 
 _OF_A_SHELL = {"$", "`"}  # a shell replaces these even within the quotation marks of nvcc around a path
-NVCC_HINT = "install the CUDA toolkit 12.1 or newer, or: pip install 'hadagen[nvcc]'"
+NVCC_HINT = f"install the CUDA toolkit 12.1 or newer, or: {install('nvcc')}"
 # The last ptxas whose cubins for sm_90 load in drivers before 580.
 PTXAS_HINT = "name one with --ptxas, or: pip install nvidia-cuda-nvcc-cu12==12.9.86"
 

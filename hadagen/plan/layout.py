@@ -119,8 +119,10 @@ def swaps(pairs: Iterable[tuple[Place, Place]]) -> dict[Place, Place]:
     return moves
 
 
-# mma.m16n8k16 with the constant as A and data as B: B row k = 2·(lane % 4) + pair of column lane / 4 comes back as
-# row lane / 4, column 2·(lane % 4) + pair (PTX ISA, "Matrix fragments for mma.m16n8k16").
+# mma.m16n8k16, whose operands are 16×16 and 16×8, and whose sums are 16×8. With the constant as A and data as B: B row
+# k = 2·(lane % 4) + pair of column lane / 4 comes back as row lane / 4, column 2·(lane % 4) + pair (PTX ISA, "Matrix
+# fragments for mma.m16n8k16").
+MMA_ROWS, MMA_COLUMNS = 16, 8
 MMA_MOVES = swaps([(PAIR, lane(2)), (lane(0), lane(3)), (lane(1), lane(4))])
 
 

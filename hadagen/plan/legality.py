@@ -33,7 +33,7 @@ from hadagen.plan.steps.base import FP32, PACKED, Draft, Footprint, Step, mixed_
 from hadagen.plan.steps.conversions import Normalize
 from hadagen.plan.steps.exchanges import Exchange
 from hadagen.plan.steps.memory import Load, Prefetch, Trigger
-from hadagen.plan.steps.transforms import PARTS, Butterfly, Mma
+from hadagen.plan.steps.transforms import PARTS, Butterfly, Gather, Mma
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 
 MAX_EXCHANGES = 2
@@ -54,27 +54,26 @@ class Context:
     def odd_factor(self) -> int:
         return self.problem.odd_factor
 
-    def beyond_limits(
-        self, footprint: Footprint, threads: int, min_blocks: int, *, wide: bool, values: str, fewer: str
-    ) -> str | None:
-        """Why a block of so many threads does not fit on an SM as often as `min_blocks` says, or None.
+    def beyond_limits(self, k: Knobs, *, wide: bool, values: str, fewer: str) -> str | None:
+        """Why a block does not fit on an SM as often as `min_blocks` says, or None.
 
         wide: as in `Footprint.registers`. values: why they are too many for the registers. fewer: the knobs that take
         less shared memory.
         """
-        limits = self.arch.limits
+        limits, min_blocks, needed = self.arch.limits, k.min_blocks, footprint(self.problem, k)
+        threads = 32 * needed.plan.warps
         if min_blocks * threads > limits.threads_per_sm:
             return f"more than {limits.threads_per_sm} threads per SM (take fewer warps or a smaller min_blocks)"
         # The estimate of registers is high. Kernels with signs are made like others that were compiled, so the estimate
         # does not limit their `min_blocks`.
         blocks = 1 if self.problem.transform.signed else min_blocks
-        if footprint.registers(wide=wide) > min(
+        if needed.registers(wide=wide) > min(
             limits.registers_per_thread, limits.registers_per_sm // (threads * blocks)
         ):
             return values
-        if footprint.shared_bytes > limits.shared_per_block:
+        if needed.shared_bytes > limits.shared_per_block:
             return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer {fewer})"
-        if min_blocks * (footprint.shared_bytes + limits.shared_reserved_per_block) > limits.shared_per_sm:
+        if min_blocks * (needed.shared_bytes + limits.shared_reserved_per_block) > limits.shared_per_sm:
             return f"more than {limits.shared_per_sm} bytes of shared memory per SM (min_blocks must be smaller)"
         return None
 
@@ -205,7 +204,14 @@ def footprint(problem: Problem, k: Knobs) -> Footprint:
 @lru_cache(maxsize=1024)  # enough while a walk changes the other knobs
 def _footprint(problem: Problem, *room: Any) -> Footprint:
     k = Knobs(**dict(zip(_ROOM, room, strict=True)))
-    return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), steps_of(problem, k)))
+    if problem.io.form or problem.transform.has_matrix:  # where it depends on all steps
+        steps = steps_of(problem, k)
+    else:
+        through = k.exchange_carrier, k.exchange_rounds, k.shared_layout
+        exchanges = [Exchange(pairs, *through) for pairs in exchanges_of(problem, k)]
+        others = [Normalize()] * k.normalizes + [Gather()] * (k.block_bits == LOAD)
+        steps = Load(k.load, k.stages), *exchanges, *others
+    return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), steps))
 
 
 RULES.unused("rows", "there is no matrix, so no tile is multiplied")
@@ -479,9 +485,7 @@ def _(c: Context, k: Knobs) -> str | None:
     # All values are in fp32 at once if they cross shared memory in fp32, or are not rounded before the store.
     wide = k.exchange_carrier == FP32 or _rounds_once(c, k) or c.problem.io.form is not None
     return c.beyond_limits(
-        footprint(c.problem, k),
-        32 * _warps(c, k),
-        k.min_blocks,
+        k,
         wide=wide,
         values="a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)",
         fewer="stages or warps",

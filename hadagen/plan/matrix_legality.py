@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from hadagen.plan.knobs import KNOBS, Knobs, matrix_steps
-from hadagen.plan.layout import log2
+from hadagen.plan.knobs import KNOBS, Knobs
 from hadagen.plan.legality import RULES, Context, Rules, footprint
 from hadagen.plan.steps.base import PACKED, Draft
-from hadagen.plan.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Shape
+from hadagen.plan.steps.matrix import COLUMN_BITS, VECTOR, Matrix, Multiplies
 from hadagen.problem.problem import LEAST_LENGTH, DType, Rows
 
 
-def _groups(c: Context, k: Knobs) -> int:
-    """Warps that have all rows of the matrix."""
-    return -(-c.problem.order // (OPERAND_SIDE * k.slabs))
-
-
-def _shape(c: Context, k: Knobs) -> Shape:
-    return Shape(k.rows, c.problem.order, c.problem.length, k.chunks, _groups(c, k) * k.warps)
+def _draft(c: Context, k: Knobs) -> tuple[Draft, Multiplies]:
+    """The plan, and its step that multiplies by the matrix."""
+    draft = footprint(c.problem, k).plan
+    return draft, next(step for step in draft.steps if isinstance(step, Multiplies))
 
 
 MATRIX_RULES = Rules()
@@ -44,26 +40,24 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("rows")
 def _(c: Context, k: Knobs) -> str | None:
-    if c.problem.length == 1:
-        least, sets = OPERAND_SIDE, k.rows // OPERAND_SIDE
-    else:
-        shape = Shape(k.rows, c.problem.order, c.problem.length, k.chunks, 1)
-        least, sets = shape.together, k.rows // shape.together * shape.vectors
-    if k.rows < least:
+    draft, tile = _draft(c, k)
+    if k.rows < (least := tile.rows_at_once(draft)):
         return f"an mma takes columns of {least} rows at once (rows must be {least} or more)"
     if k.rows * c.problem.n % c.problem.unit:
         return f"a tile ends within a row of {c.problem.unit} (rows must be {c.problem.unit // c.problem.n} or more)"
-    return "some warps would have nothing to multiply (take fewer warps, or more rows)" if k.warps > sets else None
+    if k.warps > tile.sets(draft):
+        return "some warps would have nothing to multiply (take fewer warps, or more rows)"
+    return None
 
 
 @MATRIX_RULES.rule("slabs")
 def _(c: Context, k: Knobs) -> str | None:
-    if (k.slabs - 1) * OPERAND_SIDE >= c.problem.order:
+    draft, tile = _draft(c, k)
+    if k.slabs > tile.operands_in_slab(draft):
         return "the matrix has fewer rows (slabs must be fewer)"
-    threads, limit = 32 * _groups(c, k) * k.warps, c.arch.limits.threads_per_block
-    if threads > limit:
+    if 32 * draft.warps > (limit := c.arch.limits.threads_per_block):
         return f"more than {limit} threads per block (take fewer warps)"
-    if c.problem.length > 1 and _shape(c, k).blocks < _shape(c, k).warps:
+    if isinstance(tile, Matrix) and tile.shape(draft).blocks < draft.warps:
         return "some warps would have nothing to transform (take fewer warps, or more rows)"
     return None
 
@@ -84,16 +78,9 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("load")
 def _(c: Context, k: Knobs) -> str | None:
-    if c.problem.length == 1:
-        if k.load != "cp_async":
-            return "only cp_async stages rows that are operands (load must be cp_async)"
-    elif k.load not in ("plain", "bulk"):
-        return "blocks of rows are loaded as they lie (load must be plain or bulk)"
-    elif k.load == "bulk" and not _shape(c, k).in_order:
-        return "a row of x begins inside a block (rows must be 1, or load plain)"
-    # Without requests, which knobs after this one choose.
-    chosen = Knobs(k.chunks, rows=k.rows, exchange_carrier=k.exchange_carrier, load=k.load)
-    draft = Draft(c.problem, log2(k.chunks), 0, 0, matrix_steps(c.problem, chosen))
+    draft, tile = _draft(c, k)
+    for why in tile.faults(draft, draft.steps.index(tile)):
+        return why
     lacking = min(draft.features - c.arch.features, default="")
     return f"the arch has no {lacking}" if lacking else None
 
@@ -106,9 +93,7 @@ def _(c: Context, k: Knobs) -> str | None:
 @MATRIX_RULES.rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     return c.beyond_limits(
-        footprint(c.problem, k),
-        32 * _groups(c, k) * k.warps,
-        k.min_blocks,
+        k,
         wide=False,
         values="values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)",
         fewer="rows",

@@ -326,7 +326,7 @@ class Draft:
         """The placement of a tile before the first step."""
         return self.tile.placement(self)
 
-    @property
+    @cached_property
     def warps(self) -> int:
         """Warps of a block."""
         return self.tile.warps(self) << self.warp_bits
@@ -543,11 +543,11 @@ class Footprint:
     """The shared memory and registers of a plan, or of a draft that has only the steps that take any."""
 
     def __init__(self, plan: Draft) -> None:
-        self._plan = plan
+        self.plan = plan
 
     def registers(self, *, wide: bool) -> int:
         """The least registers of a thread: its values in the widest form that all take at once, fp32 if `wide`."""
-        return OVERHEAD_REGISTERS + self._plan.tile.registers(self._plan, wide=wide)
+        return OVERHEAD_REGISTERS + self.plan.tile.registers(self.plan, wide=wide)
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -564,7 +564,7 @@ class Footprint:
     @cached_property
     def _regions(self) -> dict[str, tuple[int, int]]:
         """Name → offset and size."""
-        asked = [region for step in self._plan.steps for region in step.regions(self._plan)]
+        asked = [region for step in self.plan.steps for region in step.regions(self.plan)]
         placed: dict[str, tuple[int, int]] = {}
         end = reused = 0  # of all memory, and of that which regions take again
         for name in dict.fromkeys((*REGIONS, *(region.name for region in asked))):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hadagen.plan.layout import ROW, Axis, Place, Placement, add, bit, column, log2, scatter
+from hadagen.plan.layout import MMA_COLUMNS, MMA_ROWS, ROW, Axis, Place, Placement, add, bit, column, log2, scatter
 from hadagen.plan.steps.base import (
     BARRIERS,
     FP32,
@@ -29,17 +29,18 @@ from hadagen.plan.steps.base import (
     Tile,
 )
 from hadagen.plan.steps.memory import Load, Store
+from hadagen.plan.steps.transforms import MMA_TYPES
 from hadagen.problem.operands import ENTRY_FACTOR, MATRIX, SIGNS
 from hadagen.problem.problem import DType
 
 if TYPE_CHECKING:
     from hadagen.plan.steps.values import TileValues
 
-OPERAND_SIDE = 16  # rows and columns of A in an operand of an mma
-OPERAND_REGISTERS = 4
-VECTOR = 8  # columns of X in a vector
+OPERAND_SIDE = MMA_ROWS  # rows and columns of A in an operand of an mma
+_OPERAND_REGISTERS = OPERAND_SIDE**2 // 2 // 32
+VECTOR = MMA_COLUMNS  # columns of X in a vector
 COLUMN_BITS = 5  # bits of the columns that a warp loads of a block of rows at once, in a vector of each thread
-_SUMS = 16  # registers of a thread for the sums of 16 rows and 32 columns
+_SUMS = OPERAND_SIDE << COLUMN_BITS >> 5  # registers of a thread for the sums of 16 rows and 32 columns
 # Registers that a thread has for A. If it needs more, it loads each operand when it multiplies by it.
 _MOST_HELD = 64
 
@@ -91,7 +92,7 @@ class Columns(Step):
         return tuple(map(column, range(self.bits)))
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
-        return frozenset({"mma_bf16" if dtype is DType.BFLOAT16 else "mma_f16"})
+        return frozenset({MMA_TYPES[dtype.value].feature})
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if not isinstance(plan.load, LoadColumns):
@@ -155,11 +156,21 @@ class Multiplies(Store, Tile):
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if self.stores:
             yield from super().faults(plan, at)
+        if self.rows % self.rows_at_once(plan) or self.sets(plan) < 1 << plan.warp_bits:
+            yield "the rows of the tile do not fill each mma of each warp"
 
     def interpret(self, values: TileValues, plan: Draft) -> None:
         values.multiply_rows(plan.problem, plan.loaded)
         super().interpret(values, plan)
         values.flip(plan.problem, plan.placements[-1], "signs_after")
+
+    def rows_at_once(self, plan: Draft) -> int:
+        """The rows of x that have columns in one mma."""
+        return OPERAND_SIDE
+
+    def sets(self, plan: Draft) -> int:
+        """What a group of warps multiplies by A one after the other."""
+        return self.rows // self.rows_at_once(plan)
 
     def operands_in_slab(self, plan: Draft) -> int:
         """Operands of a slab, each of 16 columns of A."""
@@ -196,7 +207,7 @@ class Multiplies(Store, Tile):
 
     def held(self, plan: Draft) -> int:
         """Registers of a thread for A; 0 if it loads operands when it multiplies by them."""
-        needed = OPERAND_REGISTERS * self.slabs * self.operands_in_slab(plan)
+        needed = _OPERAND_REGISTERS * self.slabs * self.operands_in_slab(plan)
         return needed if needed <= _MOST_HELD else 0
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
@@ -287,10 +298,10 @@ class Matrix(Multiplies):
         yield from super().faults(plan, at)
         if not any(isinstance(step, Columns) for step in plan.steps[:at]):
             yield "it multiplies what `Columns` left in shared memory"
-        if self.rows % self.shape(plan).together:
-            yield "a warp has columns of more rows than the tile"
-        if plan.load.staged and not (plan.load.path == "bulk" and self.shape(plan).in_order):
-            yield "rows of X are not staged where they are replaced"
+        if plan.load.staged and plan.load.path != "bulk":
+            yield "blocks of rows are loaded as they lie (load must be plain or bulk)"
+        if plan.load.staged and not self.shape(plan).in_order:
+            yield "a row of x begins inside a block (rows must be 1, or load plain)"
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         wide = carrier == SPLIT or dtype is DType.BFLOAT16
@@ -311,14 +322,19 @@ class Matrix(Multiplies):
         then = "; round and store" if self.stores else ""
         return f"matrix of the transform{f', then add and subtract: bits {bits}' if bits else ''}{then}"
 
+    def rows_at_once(self, plan: Draft) -> int:
+        return self.shape(plan).together
+
     def sets(self, plan: Draft) -> int:
-        """Of 32 columns and the groups beside them, which a warp has one after the other."""
-        shape = self.shape(plan)
-        return max(1, shape.rows // shape.together * shape.vectors >> plan.warp_bits)
+        """Of 32 columns and the groups beside them."""
+        return super().sets(plan) * self.shape(plan).vectors
+
+    def sets_of_warp(self, plan: Draft) -> int:
+        return max(1, self.sets(plan) >> plan.warp_bits)
 
     def values(self, plan: Draft) -> int:
         """Values of a thread that it leaves in registers."""
-        return _SUMS * self.slabs * self.shape(plan).groups * self.sets(plan)
+        return _SUMS * self.slabs * self.shape(plan).groups * self.sets_of_warp(plan)
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
         """Those of the product. Rows that A lacks lie beyond the end of a row of x."""
@@ -330,7 +346,7 @@ class Matrix(Multiplies):
         number = OPERAND_SIDE * self.slabs  # of values in a set: groups, then sets, then warps
         first = COLUMN_BITS + log2(shape.vectors)
         places = [*(bit(first + at) for at in range(log2(shape.groups))), *self._of_sets(plan)]
-        held = log2(shape.groups * self.sets(plan))
+        held = log2(shape.groups * self.sets_of_warp(plan))
         lanes = log2(4 // shape.together)
         return {
             "value": {bit(at): bit(at) for at in range(3)}
@@ -388,7 +404,7 @@ class Matrix(Multiplies):
         """The larger of what `Columns` needs, loads and sums, and what this step needs, A and its sums."""
         shape, columns = self.shape(plan), VECTOR * self.shape(plan).vectors
         at_once = 2 * shape.vectors if plan.load.staged else self.vectors(plan)
-        loaded = OPERAND_REGISTERS * (at_once + shape.vectors)
+        loaded = _OPERAND_REGISTERS * (at_once + shape.vectors)
         sums = _SUMS * self.slabs * shape.groups if self.stores else self.values(plan)
         return max(loaded + columns // 2, self.held(plan) + sums + 2 * VECTOR)
 
@@ -402,7 +418,7 @@ class Matrix(Multiplies):
     def cost(self, plan: Draft, carrier: str) -> Cost:
         shape = self.shape(plan)
         planes = 2 if carrier == SPLIT else 1
-        sets = shape.rows // shape.together * shape.vectors / (1 << plan.warp_bits)  # of a warp
+        sets = self.sets(plan) / (1 << plan.warp_bits)  # of a warp
         groups = sets * shape.groups  # of 32 columns
         loaded = self.slabs * self.operands_in_slab(plan) * (1 if self.held(plan) else sets)  # operands of A
         mma = 4 * planes * groups * self.slabs * self.operands_in_slab(plan)
@@ -425,7 +441,7 @@ class Matrix(Multiplies):
             "vectors": shape.vectors,
             "groups": shape.groups,
             "held": self.held(plan) > 0,
-            "sets": self.sets(plan),
+            "sets": self.sets_of_warp(plan),
             "blocks": shape.blocks,
             "share": shape.share,
             "others": plan.footprint.offset("slots") + (0 if plan.load.staged else shape.shared_bytes),
@@ -446,10 +462,10 @@ class Square(Multiplies):
         if plan.problem.length > 1:
             yield "H has more than one column"
         if not all(step.loads for step in plan.steps[:at]) or plan.load.path != "cp_async":
-            yield "the matrix multiplies what cp_async has staged"
+            yield "only cp_async stages rows that are operands (load must be cp_async)"
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
-        return frozenset({"mma_bf16" if dtype is DType.BFLOAT16 else "mma_f16"})
+        return frozenset({MMA_TYPES[dtype.value].feature})
 
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
         so_far.add(carrier, 1.0)
@@ -461,7 +477,7 @@ class Square(Multiplies):
         return "matrix of the transform, times the scale; round and store"
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
-        return OPERAND_REGISTERS * self.slabs * (self.operands_in_slab(plan) + 2)
+        return _OPERAND_REGISTERS * self.slabs * (self.operands_in_slab(plan) + 2)
 
     def in_place(self, plan: Draft) -> bool:
         """Whether the result replaces what is staged: if no other warp reads it."""
@@ -471,7 +487,7 @@ class Square(Multiplies):
         return 0 if self.in_place(plan) else plan.stage_bytes
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        groups = self.rows / OPERAND_SIDE / (1 << plan.warp_bits)  # of 16 rows, of one warp
+        groups = self.sets(plan) / (1 << plan.warp_bits)  # of 16 rows, of one warp
         mma = 2 * groups * self.slabs * self.operands_in_slab(plan)
         words = 4 * groups * self.slabs
         staged = self.vectors(plan)
@@ -486,7 +502,7 @@ class Square(Multiplies):
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         return super().view(plan, at) | {
-            "sets": self.rows // OPERAND_SIDE,
+            "sets": self.sets(plan),
             "in_place": self.in_place(plan),
             "product": plan.footprint.offset("slots"),
             "undo": round(1 / ENTRY_FACTOR[plan.problem.io.input]),
