@@ -57,8 +57,8 @@ def hadamard_transform_with_signs(
 ) -> torch.Tensor:
     """signs2 · ((signs1 · x) · H) · scale over the last dimension, in a new tensor of x's shape and type.
 
-    x, scale: as for `hadamard_transform`.
-    signs1, signs2: [n] of ±1, of any real type, on x's device.
+    x, scale: as in `hadamard_transform`.
+    signs1, signs2: [n] of ±1, in any real type, on x's device.
     out: the tensor to write and return instead, of x's shape, type and device. It may be x.
 
     Raises TypeError if x, signs or out is no tensor; `TensorError` for signs or an out that do not fit x; and what
