@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -25,16 +25,15 @@ from hadagen.cli.output import (
     until_interrupted,
 )
 from hadagen.errors import DeviceError, UsageError
+from hadagen.measure import Cell, Comparison, Variant, is_timed
 from hadagen.problem.problem import Numerics, Problem, Rows
-from hadagen.problem.trial import Outcome
+from hadagen.problem.regimes import Cache, Destination, deciding_cache, timed_elements
+from hadagen.problem.trial import Environment, Outcome
+from hadagen.report.names import short_count
+from hadagen.runtime.choose import choose_from_bundles
+from hadagen.runtime.device import Device
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.table import write_table
-
-if TYPE_CHECKING:
-    from hadagen.measure import Cell, Comparison
-    from hadagen.problem.regimes import Cache, Destination
-    from hadagen.problem.trial import Environment
-    from hadagen.runtime.device import Device
-    from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 DEFAULT_ELEMENTS = "64K,1M,8M,64M,256M"
 OURS = "hadagen"
@@ -51,23 +50,11 @@ COLUMNS = (
     "kernel",
 )
 Row = dict[str, Any]  # by `COLUMNS`
-# In a table, what is not written as it is.
+# Format specifications of columns that a table does not write with `str`.
 FORMS = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "error": ".3e", "kernel": ".12"}
 
 
-class Bench(Group):
-    default = "kernels"
-
-
-@click.group(cls=Bench)
-def bench() -> None:
-    """Time what calls run, on a GPU of this machine.
-
-    Without a command, hadagen bench does the same as hadagen bench kernels, with the same options.
-    """
-
-
-@bench.command()
+@click.command()
 @options.problems(one_kind=True)
 @options.elements(DEFAULT_ELEMENTS)
 @options.destinations
@@ -97,8 +84,6 @@ def kernels(
 
     Errors are ‖out − ref‖ / ‖ref‖ against float64, for normally distributed input.
     """
-    from hadagen.problem.regimes import Cache, timed_elements
-
     environment, target = find_device(device)
     named = product(problems, elements, destinations)
     asked = list(dict.fromkeys((problem, timed_elements(problem, count), way) for problem, count, way in named))
@@ -122,8 +107,16 @@ def kernels(
     report_failures(failures, DeviceError)
 
 
-bench.add_command(between)
-bench.add_command(calls)
+class Bench(Group):
+    default = "kernels"
+
+
+@click.group(cls=Bench, commands=[kernels, between, calls])
+def bench() -> None:
+    """Time what calls run, on a GPU of this machine.
+
+    Without a command, hadagen bench does the same as hadagen bench kernels, with the same options.
+    """
 
 
 class Choice(NamedTuple):
@@ -143,9 +136,6 @@ def _choose(
     asked: Iterable[tuple[Problem, int, Destination]], caches: Sequence[Cache], target: Device, l2_bytes: int
 ) -> Iterator[Choice]:
     """Yields the kernel of a call in each regime; with empty `caches`, only in the regime that decides."""
-    from hadagen.measure import Cell, is_timed
-    from hadagen.problem.regimes import deciding_cache
-
     for problem, elements, destination, found in _found(asked, target):
         if not elements:
             continue
@@ -159,8 +149,6 @@ def _found(
     asked: Iterable[tuple[Problem, int, Destination]], target: Device
 ) -> Iterator[tuple[Problem, int, Destination, tuple[BundleEntry, Bundle]]]:
     """The choice with the kernel that a call runs on the device, if it was compiled for the arch."""
-    from hadagen.runtime.choose import choose_from_bundles
-
     for problem, elements, destination in asked:
         entry, bundle = choose_from_bundles(problem, destination, elements or problem.n, target)[1] or (None, None)
         if entry and bundle and entry.arch == target.arch:
@@ -173,8 +161,6 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
     Also returns sentences on kernels that were not timed, because verification refused them, the device failed or
     somebody interrupted.
     """
-    from hadagen.measure import Variant
-
     rows: list[Row] = []
     failures: list[str] = []
 
@@ -229,8 +215,6 @@ def _row(library: str, problem: Problem, cell: Cell, us: float, copy_us: float, 
 def _print(gpu: str, rows: Sequence[Row], elements: Sequence[int], by_regime: bool) -> None:
     """A table for each dtype, numerics, kind of rows, matrix and destination, and for each regime if any was asked for.
     A column has the rows that were timed for a size that was asked for."""
-    from hadagen.problem.regimes import timed_elements
-
     ours = [row for row in rows if row["library"] == OURS]
     others: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
@@ -256,7 +240,7 @@ def _print(gpu: str, rows: Sequence[Row], elements: Sequence[int], by_regime: bo
         }
         counts = sorted({count for _, count in by_cell})
         print_table(
-            ["n", *map(options.short_elements, counts)],
+            ["n", *map(short_count, counts)],
             [
                 [n, *(_cell(by_cell.get((n, count)), others) for count in counts)]
                 for n in sorted({n for n, _ in by_cell})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from hadagen.cli import options
@@ -11,10 +9,10 @@ from hadagen.cli.device import how_to_tune
 from hadagen.cli.output import fraction_text, print_json, say, short_knobs
 from hadagen.errors import UsageError, shown
 from hadagen.problem.problem import Problem
-from hadagen.problem.target import nearest_arch
-
-if TYPE_CHECKING:
-    from hadagen.runtime.best import BestConfig
+from hadagen.problem.regimes import timed_rows
+from hadagen.problem.target import known_archs, nearest_arch
+from hadagen.runtime.best import BestConfig, best_config, is_near
+from hadagen.runtime.choose import Match
 
 
 @click.command()
@@ -40,10 +38,6 @@ def best(
     says so. With --arch, no GPU is needed. A call on a GPU on which the kernel
     does not fit runs the next nearest kernel.
     """
-    from hadagen.problem.target import known_archs
-    from hadagen.runtime.best import best_config
-    from hadagen.runtime.choose import Match
-
     columns = click.get_current_context().params["columns"]
     asked = (problem, rows * (columns or problem.n) // problem.n, device)
     config = best_config(*asked, arch=arch, inplace=inplace, batch_invariant=batch_invariant or None)
@@ -51,8 +45,10 @@ def best(
         known = ", ".join(known_archs())
         raise UsageError(f"arch {shown(arch)} is not known and no bundle serves it; choose one of {known}")
     if not config.launch and best_config(*asked, arch=arch, inplace=inplace, batch_invariant=False).launch:
-        said = f"{problem.key} has no kernels that give the same bits in every call"
-        raise UsageError(f"{said}; leave out --batch-invariant, or HADAGEN_BATCH_INVARIANT")
+        raise UsageError(
+            f"{problem.key} has no kernels that give the same bits in every call; leave out --batch-invariant, or "
+            "HADAGEN_BATCH_INVARIANT"
+        )
     if as_json:
         print_json(config.to_dict())
         return
@@ -63,22 +59,24 @@ def best(
     if config.us is None:
         say(f"estimated: {_why_not_measured(config)}")
     launch, source = config.launch, config.provenance
-    say(f"match     {config.match.value}")
-    say(f"kernel    {config.kernel}")
-    say(f"knobs     {short_knobs(config.knobs)}")
-    say(
-        f"launch    {launch.threads} threads, {launch.shared_bytes} bytes of shared memory, "
+    unknown = config.relative_error is None
+    driver = source["driver"] and f"driver {source['driver']}"
+    compiler = f"compiler {source['nvcc']}" if source["nvcc"] else "compiled where it is called"
+    lines = {
+        "match": config.match.value,
+        "kernel": config.kernel,
+        "knobs": short_knobs(config.knobs),
+        "launch": f"{launch.threads} threads, {launch.shared_bytes} bytes of shared memory, "
         f"{launch.tile_elements} elements a tile"
         + (f", clusters of {launch.cluster}" if launch.cluster > 1 else "")
         + (", persistent" if launch.persistent else "")
-        + (", starts early" if launch.starts_early else "")
-    )
-    say(f"time      {_time(config)}")
-    unknown = config.relative_error is None
-    say("error     not measured" if unknown else f"error     {config.relative_error:.2g}, against float64")
-    driver = source["driver"] and f"driver {source['driver']}"
-    compiler = f"compiler {source['nvcc']}" if source["nvcc"] else "compiled where it is called"
-    say(f"{source['kind']:<9} {', '.join(filter(None, (source['gpu'], driver, compiler, source['date'])))}")
+        + (", starts early" if launch.starts_early else ""),
+        "time": _time(config),
+        "error": "not measured" if unknown else f"{config.relative_error:.2g}, against float64",
+        source["kind"]: ", ".join(filter(None, (source["gpu"], driver, compiler, source["date"]))),
+    }
+    for name, text in lines.items():
+        say(f"{name:<9} {text}")
 
 
 def _why_none(config: BestConfig) -> str:
@@ -89,16 +87,15 @@ def _why_none(config: BestConfig) -> str:
 
     arch = nearest_arch(config.device.arch)
     if arch and Space(config.problem, load_arch(arch)).closest(Knobs()) is None:
-        why = f"hadagen emit --arch {arch} --problem {config.problem.key} --space"
-        return f"no plan for rows of {config.problem.n} fits on {arch}; take shorter rows, or see why: {why}"
+        return (
+            f"no plan for rows of {config.problem.n} fits on {arch}; take shorter rows, or see why: hadagen emit "
+            f"--arch {arch} --problem {config.problem.key} --space"
+        )
     return how_to_tune(config.problem, config.device.arch)
 
 
 def _why_not_measured(config: BestConfig) -> str:
     """The GPUs and sizes at which the kernel was measured, if any, and where it was not measured."""
-    from hadagen.runtime.best import is_near
-    from hadagen.runtime.choose import Match
-
     source, device, elements = config.provenance or {}, config.device, config.rows * config.problem.n
     if source["us"] is None:
         return "no GPU has timed it"
@@ -114,9 +111,6 @@ def _why_not_measured(config: BestConfig) -> str:
 
 def _time(config: BestConfig) -> str:
     """The measured time, and the GPU if it is another than the caller named."""
-    from hadagen.problem.regimes import timed_rows
-    from hadagen.runtime.choose import Match
-
     source, problem = config.provenance or {}, config.problem
     us, copy_us = source["us"], source["copy_us"]
     if us is None:

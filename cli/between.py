@@ -23,14 +23,17 @@ from hadagen.cli.output import (
     until_interrupted,
 )
 from hadagen.errors import DeviceError
+from hadagen.measure import Cell, Choice, Ranking, Variant, cells_at, rows_between
 from hadagen.problem.problem import Problem
+from hadagen.problem.regimes import Destination, other_share
 from hadagen.problem.trial import Outcome
+from hadagen.runtime import bundles
+from hadagen.runtime.choose import choose_from_bundles
+from hadagen.runtime.device import Device
 from hadagen.tuning_db.table import write_table
+from hadagen.tuning_db.winners import closest_trials
 
 if TYPE_CHECKING:
-    from hadagen.measure import Cell, Choice, Ranking, Variant
-    from hadagen.problem.regimes import Destination
-    from hadagen.runtime.device import Device
     from hadagen.tuning_db.store import Store
 
 COLUMNS = (
@@ -52,7 +55,7 @@ DEFAULT_SIZES = "64,256,1024,4096,16384,32768"
 MOST_TRIALS = 24
 
 Row = dict[str, Any]  # by `COLUMNS`
-# In a table, what is not written as it is.
+# Format specifications of columns that a table does not write with `str`.
 FORMS = {"us": ".3f", "best_us": ".3f", "loss": ".4f", "kernel": ".12", "best_kernel": ".12"}
 
 
@@ -118,23 +121,14 @@ class Candidates(NamedTuple):
 
     problem: Problem
     variants: list[Variant]
+    digests: list[str]  # of the variants' kernels
     rows: list[int]
     choices: list[Choice]
-
-    @property
-    def digests(self) -> list[str]:
-        """Of the variants' kernels."""
-        return [variant.kernel.digest for variant in self.variants if variant.kernel]
 
 
 def _candidates(
     problem: Problem, counts: int, ways: Sequence[Destination], target: Device, l2_bytes: int, store: Store | None
 ) -> Candidates:
-    from hadagen.measure import Choice, Variant, rows_between
-    from hadagen.runtime import bundles
-    from hadagen.runtime.choose import choose_from_bundles
-    from hadagen.tuning_db.winners import closest_trials
-
     known: dict[str, Variant] = {}
     for bundle in bundles.known():
         for entry in bundle.entries(problem) if bundle.arch == target.arch else []:
@@ -145,38 +139,33 @@ def _candidates(
         for trial in closest_trials(trials, MOST_TRIALS):
             if trial.kernel and trial.kernel.digest not in known:
                 known[trial.kernel.digest] = Variant(problem, trial.knobs, store.kernel(trial.kernel.digest))
-    positions = {digest: position for position, digest in enumerate(known)}
-    candidates = Candidates(problem, list(known.values()), [], [])
+    candidates = Candidates(problem, list(known.values()), list(known), [], [])
     for number, rows in enumerate(rows_between(problem, counts)):
         destination = ways[number % len(ways)]
         _, found = choose_from_bundles(problem, destination, rows * problem.n, target)
         if found and found[0].arch == target.arch:
             cells = _cells(problem, rows * problem.n, destination, l2_bytes)
             candidates.rows.append(rows)
-            candidates.choices.append(Choice(positions[found[0].kernel], cells))
+            candidates.choices.append(Choice(candidates.digests.index(found[0].kernel), cells))
     return candidates
 
 
 def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[tuple[Cell, float], ...]:
     """The regimes that rank kernels: the regime that decides, and the other regime if kernels are timed in it too."""
-    from hadagen.measure import cells_at
-    from hadagen.problem.regimes import other_share
-
     decides, *others = cells_at(problem, elements, destination, l2_bytes)
     share = other_share(problem, elements, destination, l2_bytes) if others else 0.0
     return (decides, 1 - share), *((other, share) for other in others)
 
 
 def _rows(gpu: str, candidates: Candidates, ranking: Ranking) -> Iterator[Row]:
-    """One for each choice in which the kernel that calls run was not refused."""
+    """One row for each choice in which the kernel that calls run was not refused."""
     problem, variants = candidates.problem, sum(answer.outcome is Outcome.OK for answer in ranking.answers)
-    digests = candidates.digests
     for rows, choice, result in zip(candidates.rows, candidates.choices, ranking.results, strict=True):
         if result is not None:
             (cell, _), *_ = choice.cells
             where = problem.key, rows, cell.elements, cell.destination.value, cell.cache.value, variants
             times = result.chosen_us, result.best_us, result.loss
-            kernels = digests[choice.chosen], digests[result.best]
+            kernels = candidates.digests[choice.chosen], candidates.digests[result.best]
             yield dict(zip(COLUMNS, (gpu, *where, *times, *kernels), strict=True))
 
 

@@ -9,13 +9,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING
 
 import click
 
 from hadagen.cli import options
 from hadagen.cli.groups import Group
-from hadagen.cli.listing import bundle_summary, list_, signers, signers_text, winner_values
+from hadagen.cli.listing import bundle_summary, gpu_names, list_, signers, signers_text, winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
     Item,
@@ -27,20 +26,30 @@ from hadagen.cli.output import (
     say,
     short_knobs,
 )
+from hadagen.compiler.compilers import Ptxas
+from hadagen.compiler.recipes import is_recipe_of
 from hadagen.errors import StorageError, UsageError, shortened
 from hadagen.problem.regimes import LOSS
+from hadagen.runtime import bundles
+from hadagen.runtime.bundles import why_unused
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
+from hadagen.tuning_db.bundle_writer import check_bundle_place, sign_bundle
+from hadagen.tuning_db.merge import (
+    Selection,
+    arithmetic_of,
+    kernels_of,
+    merge_bundles,
+    selection_of,
+    write_selection,
+)
+from hadagen.tuning_db.signatures import SigningKey, public_keys
+from hadagen.tuning_db.table import ASSEMBLED, export_csv, print_csv, write_table
+from hadagen.tuning_db.winners import digest_of
 
-if TYPE_CHECKING:
-    from hadagen.tuning_db.bundle import Bundle, BundleEntry
-    from hadagen.tuning_db.merge import Selection
 
-
-@click.group(cls=Group)
+@click.group(cls=Group, commands=[list_])
 def bundle() -> None:
     """Make, check, sign and merge bundles, the files that ship winners."""
-
-
-bundle.add_command(list_)
 
 
 @bundle.command()
@@ -65,7 +74,7 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
     path = bundle_place(path, arch, db)
     with options.open_db(db) as store:
         selection = make_bundle(store, arch, path, loss)
-    say(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB{unused_text(path)}")
+    _say_written(path, selection)
 
 
 @bundle.command()
@@ -80,10 +89,9 @@ def estimate(arch: str, source: Path, out: Path) -> None:
     """
     from hadagen.plan.arch import load_arch
     from hadagen.tuner.transfer import estimate_bundle
-    from hadagen.tuning_db.bundle import Bundle
 
     selection = estimate_bundle(Bundle.open(source), load_arch(arch), out)
-    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB{unused_text(out)}")
+    _say_written(out, selection)
 
 
 @bundle.command()
@@ -98,10 +106,6 @@ def verify(paths: tuple[Path, ...], key: str | None, as_json: bool) -> None:
     Checks the bundles at PATHS, or all bundles that hadagen finds. The output says who signed each bundle. With --key,
     a bundle that this key did not sign is a failure. If the file has several keys, any one of these keys suffices.
     """
-    from hadagen.runtime import bundles
-    from hadagen.tuning_db.bundle import Bundle
-    from hadagen.tuning_db.signatures import public_keys
-
     wanted = {each.fingerprint for each in public_keys(key)} if key else set()
     sound: dict[str, str] = {}
     signed: dict[str, list[str]] = {}
@@ -141,9 +145,6 @@ def sign(paths: tuple[Path, ...], key: Path) -> None:
     The signature goes into the bundle, beside signatures of other keys. It covers all contents, so a bundle that is
     written anew has no signature. If HADAGEN_TRUSTED_KEYS names the public key, calls use only signed bundles.
     """
-    from hadagen.tuning_db.bundle_writer import sign_bundle
-    from hadagen.tuning_db.signatures import SigningKey
-
     signing = SigningKey.read(key, partial(_passphrase, key))
     for path in paths:
         sign_bundle(path, signing)
@@ -166,12 +167,12 @@ def show(paths: tuple[Path, ...], every: bool, as_json: bool) -> None:
 
     Shows the bundles at PATHS, or all bundles that hadagen uses. With --all or --json, every winner is shown.
     """
-    bundles = _opened(paths)
+    shown = _some([Bundle.open(path) for path in paths] if paths else bundles.known())
     if as_json:
-        print_json([bundle_summary(each) | {"entries": [*map(winner_values, each.all_entries())]} for each in bundles])
+        print_json([bundle_summary(each) | {"entries": [*map(winner_values, each.all_entries())]} for each in shown])
         return
-    for each in bundles:
-        say(f"{each.path}: {each.arch}, {', '.join(gpu or 'estimated' for gpu in each.gpus())}")
+    for each in shown:
+        say(f"{each.path}: {each.arch}, {gpu_names(each.gpus())}")
         if every:
             _print_winners(each.all_entries())
         else:
@@ -229,11 +230,9 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
     The bundles at PATHS, of several GPUs or searches for one arch, become the bundle OUT. If two bundles have a winner
     for the same cell, the better winner is taken. OUT is a new file, or one of PATHS.
     """
-    from hadagen.tuning_db.merge import merge_bundles
-
     _keep_others(out, paths, f"{out} twice to add to it")
     selection = merge_bundles(paths, out)
-    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB{unused_text(out)}")
+    _say_written(out, selection)
 
 
 @bundle.command()
@@ -251,15 +250,8 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
     installed, and cannot be assembled again.
     """
     from hadagen.cli.doctor import oldest_driver
-    from hadagen.compiler.compilers import Ptxas
-    from hadagen.compiler.recipes import is_recipe_of
     from hadagen.compiler.toolchain import assembled
     from hadagen.plan.arch import load_arch
-    from hadagen.tuning_db.bundle import Bundle
-    from hadagen.tuning_db.bundle_writer import check_bundle_place
-    from hadagen.tuning_db.merge import arithmetic_of, kernels_of, selection_of, with_kernels, write_selection
-    from hadagen.tuning_db.table import ASSEMBLED, write_table
-    from hadagen.tuning_db.winners import digest_of
 
     _keep_others(out, [path], f"{path} to replace it")
     check_bundle_place(out)
@@ -272,13 +264,12 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
     if drop_ptx:
         anew = {digest_of(trial) for trial in selection.values() if is_recipe_of(trial)}
         kernels |= {digest: replace(kernels[digest], ptx=b"") for digest in anew}
-    selection = with_kernels(selection, kernels)
+    selection = {cell: replace(trial, kernel=kernels[digest_of(trial)]) for cell, trial in selection.items()}
     write_selection(out, opened.arch, selection, arithmetic_of(opened))
     if table:
         rows = (dict(zip(ASSEMBLED, (old, new.digest), strict=True)) for old, new in sorted(kernels.items()))
         write_table(table, ASSEMBLED, rows, dict.fromkeys(ASSEMBLED, ".12"))
-    made = f"{count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB"
-    say(f"{out}: {made}, by {assembler.release}{oldest_driver(Bundle.open(out))}{unused_text(out)}")
+    _say_written(out, selection, f", by {assembler.release}{oldest_driver(Bundle.open(out))}")
 
 
 @bundle.command()
@@ -290,10 +281,6 @@ def export(path: Path, out: str, gpu: str | None) -> None:
 
     The bundle is at PATH. If OUT is -, the CSV goes to standard output.
     """
-    from hadagen.tuning_db.bundle import Bundle
-    from hadagen.tuning_db.merge import selection_of
-    from hadagen.tuning_db.table import export_csv, print_csv
-
     opened = Bundle.open(path)
     selection = {cell: trial for cell, trial in selection_of(opened).items() if gpu in (None, cell.gpu)}
     if not selection:
@@ -313,10 +300,12 @@ def _keep_others(out: Path, sources: Iterable[Path], instead: str) -> None:
         raise UsageError(f"{out} is there already and would be lost; name a new file last, or {instead}")
 
 
+def _say_written(path: Path, selection: Selection, how: str = "") -> None:
+    say(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB{how}{unused_text(path)}")
+
+
 def unused_text(path: Path) -> str:
     """Why calls will not use a bundle that was written, as the end of a line; "" if they will."""
-    from hadagen.runtime.bundles import why_unused
-
     why = why_unused(path)
     return f", and calls do not use it: {why}" if why else ""
 
@@ -326,7 +315,6 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
 
     Raises `UsageError` if this is the database, and `StorageError` if no bundle can be written there.
     """
-    from hadagen.tuning_db.bundle_writer import check_bundle_place
     from hadagen.tuning_db.database import file_of
 
     path = given or options.default_bundle(arch)
@@ -340,13 +328,6 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
 def count_of(selection: Selection) -> str:
     kernels = {trial.kernel.digest for trial in selection.values() if trial.kernel}
     return f"{len(selection)} winners, {len(kernels)} kernels"
-
-
-def _opened(paths: tuple[Path, ...]) -> Sequence[Bundle]:
-    from hadagen.runtime import bundles
-    from hadagen.tuning_db.bundle import Bundle
-
-    return _some([Bundle.open(path) for path in paths] if paths else bundles.known())
 
 
 def _some(found: Sequence[Item]) -> Sequence[Item]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+
 import click
 
+from hadagen import measure
 from hadagen.cli import options
 from hadagen.cli.output import print_json, print_table, say
 
@@ -18,15 +21,12 @@ def calls(device: int, as_json: bool) -> None:
     times the kernels themselves. If fast_hadamard_transform is installed, it is timed too. The second table has the
     milliseconds that each process pays once.
     """
-    from hadagen.measure import device_environment
     from hadagen.runtime.costs import DTYPE, ROWS, N, call_costs, start_costs
 
-    environment = device_environment(device)
+    environment = measure.device_environment(device)
     costs, start = call_costs(device), start_costs(f"cuda:{device}")
     tensor = f"[{ROWS}, {N}] {str(DTYPE).removeprefix('torch.')}"
     if as_json:
-        import platform
-
         import torch
 
         versions = {"python": platform.python_version(), "torch": torch.__version__, "driver": environment.driver}

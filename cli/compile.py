@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from hadagen.cli import options
 from hadagen.cli.device import how_to_tune
 from hadagen.cli.output import report_failures, say
+from hadagen.compiler import recipes
+from hadagen.compiler.cache import KernelCache, cache_place
 from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainError, UsageError
+from hadagen.owners import fault_of
 from hadagen.problem.problem import Problem
-
-if TYPE_CHECKING:
-    from hadagen.tuning_db.bundle import Bundle, BundleEntry
+from hadagen.problem.regimes import destinations
+from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
+from hadagen.runtime.device import find_device
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
 @click.command("compile")
@@ -29,12 +31,6 @@ def compile_(arch: str | None, problems: list[Problem], batch_invariant: bool, d
     needed. Later calls read the kernels from HADAGEN_CACHE, which may then be
     read-only.
     """
-    from hadagen.compiler.cache import KernelCache, cache_place
-    from hadagen.compiler.recipes import compile_all
-    from hadagen.owners import fault_of
-    from hadagen.problem.regimes import destinations
-    from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
-    from hadagen.runtime.device import find_device
     from hadagen.runtime.loading import cpus, lacking_code
 
     context = click.get_current_context()
@@ -56,12 +52,12 @@ def compile_(arch: str | None, problems: list[Problem], batch_invariant: bool, d
                 chosen += [best] if best else []
         if len(chosen) == before:
             unserved.append(each)
-    recipes = lacking_code(chosen, target)
+    to_compile = lacking_code(chosen, target)
     failures = []
-    for of_arch in recipes.values():
-        made = compile_all(of_arch, target.arch, jobs=min(len(of_arch), cpus()))
+    for of_arch in to_compile.values():
+        made = recipes.compile_all(of_arch, target.arch, jobs=min(len(of_arch), cpus()))
         failures += [str(image) for image in made if isinstance(image, HadagenError)]
-    lacking = sum(map(len, recipes.values()))
+    lacking = sum(map(len, to_compile.values()))
     others = len({(entry.kernel, entry.problem) for entry, _ in chosen}) - lacking
     rest = f", and {others} more have code in the bundles" if others else ""
     say(f"{lacking - len(failures)} kernels for {target.gpu or target.arch} are in {place}{rest}")

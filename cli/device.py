@@ -7,19 +7,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hadagen import measure
 from hadagen.cli import options
 from hadagen.cli.output import say
 from hadagen.compiler.compilers import DEFAULT
+from hadagen.compiler.recipes import Recipe, image_of
 from hadagen.errors import DeviceError
+from hadagen.problem.problem import Problem
+from hadagen.problem.target import nearest_arch
+from hadagen.problem.trial import Environment, Kernel, Trial
+from hadagen.runtime import bundles
+from hadagen.runtime.device import Device, how_to_get_kernels
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:
     from hadagen.compiler.toolchain import Toolchain
-    from hadagen.measure import Answer, DeviceRunner
     from hadagen.plan.arch import Arch
-    from hadagen.problem.problem import Problem
-    from hadagen.problem.trial import Environment, Kernel, Trial
-    from hadagen.runtime.device import Device
-    from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
 def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment | None]:
@@ -30,12 +33,10 @@ def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment 
 
     Raises `DeviceError` if the given device cannot be used, and `UsageError` if the arch is not known.
     """
-    from hadagen.measure import device_environment
     from hadagen.plan.arch import load_arch
-    from hadagen.problem.target import nearest_arch
 
     try:
-        gpu = device_environment(index or 0)
+        gpu = measure.device_environment(index or 0)
     except DeviceError:
         if index is not None:
             raise
@@ -48,10 +49,7 @@ def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment 
 
 def find_device(index: int) -> tuple[Environment, Device]:
     """The environment of the CUDA device of an index, and the device as `choose` takes it. Raises `DeviceError`."""
-    from hadagen.measure import device_environment
-    from hadagen.runtime.device import Device
-
-    environment = device_environment(index)
+    environment = measure.device_environment(index)
     return environment, Device(options.arch_of(environment), environment.gpu)
 
 
@@ -60,28 +58,23 @@ def runnable(bundle: Bundle, entry: BundleEntry) -> Kernel:
 
     Raises `StorageError` as `Bundle.kernel` does, and `UsageError` or `ToolchainError` as `image_of` does.
     """
-    from hadagen.compiler.recipes import Recipe, image_of
-
     kernel = bundle.kernel(entry.kernel)
     if kernel.cubin:
         return kernel
-    image = image_of(Recipe(entry.problem, entry.knobs, entry.arch, entry.launch), entry.arch)
-    return replace(kernel, cubin=image)
+    return replace(kernel, cubin=image_of(Recipe(entry.problem, entry.knobs, entry.arch, entry.launch), entry.arch))
 
 
 def no_kernels(target: Device, problems: Sequence[Problem]) -> DeviceError:
     """The error for calls of problems without a kernel on a device, with the command that makes kernels."""
     of = f" of {problems[0].key}" if _has_bundle(target.arch) else ""
-    how = how_to_tune(problems[0], target.arch)
-    return DeviceError(f"no bundle has kernels{of} for {target.gpu} ({target.arch}); {how}")
+    return DeviceError(
+        f"no bundle has kernels{of} for {target.gpu} ({target.arch}); {how_to_tune(problems[0], target.arch)}"
+    )
 
 
 def how_to_tune(problem: Problem, arch: str) -> str:
-    """Advice if no bundle has kernels of a problem for an arch: to tune all problems if there is no bundle for it at
-    all, and else this one, or without its signs and swapped bits."""
-    from hadagen.problem.target import nearest_arch
-    from hadagen.runtime.device import how_to_get_kernels
-
+    """Advice if no bundle has kernels of a problem for an arch: to tune all problems if the arch has no bundle and the
+    problem no matrix, else to tune this problem without its signs and swapped bits."""
     how = how_to_get_kernels(arch)
     if nearest_arch(arch) and (problem.transform.has_matrix or _has_bundle(arch)):
         how += f" --problem {replace(problem, transform=replace(problem.transform, signed=False, swapped=False)).key}"
@@ -89,12 +82,10 @@ def how_to_tune(problem: Problem, arch: str) -> str:
 
 
 def _has_bundle(arch: str) -> bool:
-    from hadagen.runtime import bundles
-
     return any(bundle.arch == arch for bundle in bundles.known())
 
 
-def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str = "tune again") -> str:
+def refusal(problem: Problem, digest: str, answer: measure.Answer | Trial, advice: str = "tune again") -> str:
     """A sentence on a kernel that did not end well."""
     return f"kernel {digest[:12]} for {problem.key} ended as {answer.outcome.value}: {answer.detail}; {advice}"
 
@@ -112,15 +103,14 @@ def find_toolchain(kind: str = DEFAULT) -> Toolchain:
 @contextmanager
 def measuring(
     environment: Environment, index: int, toolchain: Toolchain | None = None, **how: Any
-) -> Iterator[DeviceRunner]:
+) -> Iterator[measure.DeviceRunner]:
     """A runner on the CUDA device of an index, which `environment` describes; `how` as for `DeviceRunner`.
 
     Raises `UsageError` if its arch is not known, and `ToolchainError` if the copy kernels cannot be built.
     """
-    from hadagen.measure import DeviceRunner, copy_sources
     from hadagen.plan.arch import load_arch
 
     toolchain = toolchain or find_toolchain()
-    kernels = toolchain.build_all(copy_sources(), load_arch(options.arch_of(environment)))
-    with DeviceRunner(index, kernels, **how) as runner:
+    kernels = toolchain.build_all(measure.copy_sources(), load_arch(options.arch_of(environment)))
+    with measure.DeviceRunner(index, kernels, **how) as runner:
         yield runner

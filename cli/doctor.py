@@ -11,20 +11,27 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import click
 
+from hadagen import measure
 from hadagen.cli import options
 from hadagen.cli.output import print_json, say
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
+from hadagen.compiler.cache import KernelCache, cache_place, cache_root
+from hadagen.compiler.compilers import COMPILERS, DEFAULT
+from hadagen.compiler.cubin import OLDEST_DRIVERS, cuda_release
+from hadagen.compiler.nvrtc import Nvrtc
 from hadagen.errors import DeviceError, HadagenError, NoCompilerError, ToolchainError
+from hadagen.gpu import driver, gpu_class
+from hadagen.measure.monitor import Monitor, state_text
+from hadagen.owners import fault_of
+from hadagen.problem.problem import DType, Problem
 from hadagen.problem.target import generation, known_archs
-from hadagen.runtime.device import how_to_get_kernels
-
-if TYPE_CHECKING:
-    from hadagen.runtime.device import Device
-    from hadagen.tuning_db.bundle import Bundle, BundleEntry
+from hadagen.runtime import bundles
+from hadagen.runtime.choose import Match, match_of, serving
+from hadagen.runtime.device import Device, how_to_get_kernels
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 OK, MISSING, BROKEN, UNTRIED, BUSY = "ok", "missing", "broken", "untried", "busy"
 RUNS = {"yes": "yes", "no": "no, PyTorch computes the transform instead"}
@@ -45,16 +52,8 @@ class Check:
     says: str
 
 
-class Missing(Exception):
-    """Something is not there, which limits what can be done."""
-
-
-class Broken(Exception):
-    """Something is there and does not work."""
-
-
-class Busy(Exception):
-    """A GPU is used by others, or slowed down."""
+class NotOk(Exception):
+    """Raised by a check with two arguments: `MISSING`, `BROKEN` or `BUSY`, and what the check says."""
 
 
 @click.command()
@@ -92,12 +91,8 @@ def _examined() -> list[Check]:
 def _checked(name: str, check: Callable[[], str]) -> Check:
     try:
         return Check(name, OK, check())
-    except Broken as error:
-        return Check(name, BROKEN, str(error))
-    except Busy as error:
-        return Check(name, BUSY, str(error))
-    except Missing as error:
-        return Check(name, MISSING, str(error))
+    except NotOk as error:
+        return Check(name, *error.args)
     except (DeviceError, ToolchainError, ModuleNotFoundError) as error:
         return Check(name, MISSING, explain(error)[0])
     except Exception as error:
@@ -116,11 +111,7 @@ def _torch() -> str:
 
 
 def _gpu() -> str:
-    from hadagen.gpu.driver import bindings, check
-    from hadagen.measure import device_environment
-
-    count = check(bindings().cuDeviceGetCount(), "counting CUDA devices")
-    environments = [device_environment(index) for index in range(max(1, count))]
+    environments = [measure.device_environment(index) for index in range(max(1, _device_count()))]
     says = ", ".join(f"{e.gpu} ({options.arch_of(e)})" for e in environments)
     says += f"; driver {environments[0].driver}, CUDA {environments[0].cuda}"
     if not {options.arch_of(e) for e in environments} & set(known_archs()):
@@ -128,24 +119,22 @@ def _gpu() -> str:
     return says
 
 
-def _gpu_state() -> str:
-    """Power limits, clocks, throttling, and the programs that use the GPUs. Raises `Busy` if times would be wrong
-    now."""
-    from hadagen.gpu.driver import bindings, check
-    from hadagen.gpu.gpu_class import nvml_gpu
-    from hadagen.measure import device_environment
-    from hadagen.measure.monitor import Monitor, state_text
+def _device_count() -> int:
+    return int(driver.check(driver.bindings().cuDeviceGetCount(), "counting CUDA devices"))
 
+
+def _gpu_state() -> str:
+    """Power limits, clocks, throttling, and the programs that use the GPUs. Not ok if times would be wrong now."""
     said, disturbed = [], []
-    for index in range(check(bindings().cuDeviceGetCount(), "counting CUDA devices")):
-        environment, gpu = device_environment(index), nvml_gpu(index)
+    for index in range(_device_count()):
+        environment, gpu = measure.device_environment(index), gpu_class.nvml_gpu(index)
         if gpu is None:
             raise DeviceError("NVML does not answer, so nothing notices if others use a GPU while it is measured")
         found = Monitor(gpu, environment).look()
         said.append(f"{environment.gpu}: {state_text(gpu)}")
         disturbed += [f"{found.reason}; {found.advice}"] if found else []
     if disturbed:
-        raise Busy("; ".join([*said, *disturbed]))
+        raise NotOk(BUSY, "; ".join([*said, *disturbed]))
     return "; ".join(said)
 
 
@@ -153,8 +142,6 @@ def _kernels() -> str:
     """The kernels that the current GPU would run, and whether they are cubins, PTX or recipes."""
     import torch
 
-    from hadagen.runtime import bundles
-    from hadagen.runtime.choose import Match, match_of, serving
     from hadagen.runtime.device import cuda_device
 
     if not torch.cuda.is_available():
@@ -196,8 +183,6 @@ def _lacking_code(entries: Sequence[BundleEntry], similar: Sequence[Bundle], dev
 def _compiled_here(device: Device, served: Iterable[Bundle]) -> str:
     """The compiler of kernels that have no code for a GPU. Raises `DeviceError` or `ToolchainError` if there is
     none."""
-    from hadagen.compiler.nvrtc import Nvrtc
-
     try:
         library = Nvrtc.find()
     except NoCompilerError as error:
@@ -216,16 +201,12 @@ def _compiled_here(device: Device, served: Iterable[Bundle]) -> str:
 
 def _cuda_of_driver() -> int:
     """The newest CUDA whose cubins the driver loads, such as 13."""
-    from hadagen.gpu.driver import bindings, check
-
-    return int(check(bindings().cuDriverGetVersion())) // 1000
+    return int(driver.check(driver.bindings().cuDriverGetVersion())) // 1000
 
 
 def _cuda_of(bundle: Bundle) -> int:
     """The newest CUDA that assembled cubins of a bundle, such as 13; 0 if the cubins do not say. Only one cubin of each
     compiler is read."""
-    from hadagen.compiler.cubin import cuda_release
-
     kernels = {entry.nvcc: entry.kernel for entry in bundle.all_entries() if entry.compiled}
     return max((cuda_release(bundle.kernel(digest).cubin) or 0 for digest in kernels.values()), default=0)
 
@@ -239,18 +220,16 @@ def _extra() -> str:
 
 def _compiler(kind: str) -> str:
     """Find the compiler, and compile a kernel."""
-    from hadagen.compiler.compilers import COMPILERS, DEFAULT
     from hadagen.compiler.toolchain import Toolchain
-    from hadagen.measure import copy_sources
     from hadagen.plan.arch import load_arch
 
     try:
         compiler = COMPILERS[kind].find()
-        Toolchain(compiler).build_all(copy_sources()[:1], load_arch(options.DEFAULT_ARCH))
+        Toolchain(compiler).build_all(measure.copy_sources()[:1], load_arch(options.DEFAULT_ARCH))
     except NoCompilerError:
         raise
     except ToolchainError as error:
-        raise Broken(str(error)) from error
+        raise NotOk(BROKEN, str(error)) from error
     use = "compiles kernels" if kind == DEFAULT else "compiles kernels with --compiler nvcc, or without NVRTC"
     return f"{compiler.release}, {compiler.path}; {use}"
 
@@ -261,7 +240,6 @@ def _emulator() -> str:
     from hadagen.compiler.emulator import host_compiler, verify
     from hadagen.plan.arch import load_arch
     from hadagen.plan.space import Space, build_plan
-    from hadagen.problem.problem import DType, Problem
 
     compiler = host_compiler()
     problem, arch = Problem.of(2, DType.FLOAT16), load_arch(options.DEFAULT_ARCH)
@@ -269,27 +247,27 @@ def _emulator() -> str:
     try:
         error = max(verify(problem, render(plan)).values())
     except ToolchainError as failure:
-        raise Broken(str(failure)) from failure
+        raise NotOk(BROKEN, str(failure)) from failure
     if error > problem.error_bound:
-        raise Broken(f"a kernel is off by {error:.1e} in the emulator; use another C++ compiler, see CXX")
+        raise NotOk(BROKEN, f"a kernel is off by {error:.1e} in the emulator; use another C++ compiler, see CXX")
     return f"{compiler}; kernels run on the CPU, and they are right"
 
 
 def _cache() -> str:
-    from hadagen.compiler.cache import KernelCache, cache_place, cache_root
-    from hadagen.owners import fault_of
-
     if problem := fault_of(cache_place()):
-        raise Broken(
-            f"others could change the kernel cache, so it is not used: {problem}, or set HADAGEN_CACHE to another place"
+        raise NotOk(
+            BROKEN,
+            f"others could change the kernel cache, so it is not used: {problem}, or set HADAGEN_CACHE to another "
+            "place",
         )
     root = cache_root()
     size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     says = f"{root}, {size / 1e6:.0f} MB"
     if root.is_dir() and not os.access(root, os.W_OK):
-        raise Missing(
+        raise NotOk(
+            MISSING,
             f"{says}; it is only read, so kernels that it lacks are compiled in each process; to tune, set "
-            "HADAGEN_CACHE to a directory that can be written"
+            "HADAGEN_CACHE to a directory that can be written",
         )
     with KernelCache(root).workspace() as folder:
         (folder / "room").write_bytes(bytes(1 << 20))  # on a full disk, too, it is the cache that fails
@@ -308,14 +286,12 @@ CHECKS: dict[str, Callable[[], str]] = {
     "nvcc": partial(_compiler, "nvcc"),
     "emulator": _emulator,
 }
-# Checks that come before it and have to be sound for a check to say something of its own part.
+# Check → the checks that must be sound before it, so that it says something about its own part.
 NEEDS = {"gpu state": ("gpu",), "nvrtc": ("cache",), "nvcc": ("cache",), "emulator": ("tune extra", "cache")}
 
 
 def _bundles() -> list[Check]:
     """One check for each bundle, and one for each that cannot be used."""
-    from hadagen.runtime import bundles
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -335,8 +311,6 @@ def _verified(bundle: Bundle) -> str:
 
 def oldest_driver(bundle: Bundle) -> str:
     """The drivers that load the cubins of a bundle, as the end of a sentence; "" if the bundle has no cubins."""
-    from hadagen.compiler.cubin import OLDEST_DRIVERS
-
     oldest = OLDEST_DRIVERS.get(_cuda_of(bundle))
     return f"; its cubins load from driver {oldest} on" if oldest else ""
 

@@ -11,12 +11,15 @@ from hadagen.cli import options
 from hadagen.cli.device import find_toolchain
 from hadagen.cli.output import print_json, print_table
 from hadagen.errors import UsageError
+from hadagen.gpu.driver import DEFAULT_SHARED_BYTES
+from hadagen.problem.launch import PORTABLE_CLUSTER, Source
 from hadagen.problem.problem import Problem
+from hadagen.problem.scale import scale_word
+from hadagen.runtime.best import best_config
 
 if TYPE_CHECKING:
     from hadagen.plan.arch import Arch
     from hadagen.plan.plan import Plan
-    from hadagen.problem.launch import Source
 
 LARGE_ELEMENTS = 1 << 26
 # What the scale word of a kernel holds, by form.
@@ -81,10 +84,6 @@ def emit(
 
 def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     """The head of a file that compiles alone: how to compile and launch it."""
-    from hadagen.gpu.driver import DEFAULT_SHARED_BYTES
-    from hadagen.problem.launch import PORTABLE_CLUSTER
-    from hadagen.problem.scale import scale_word
-
     of, launch = plan.problem.transform, source.launch
     n = of.n
     tiles = f"ceil(elements / {launch.tile_elements})"
@@ -152,7 +151,6 @@ def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> P
     """
     from hadagen.plan.knobs import Knobs
     from hadagen.plan.space import Space, build_plan
-    from hadagen.runtime.best import best_config
 
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
     default = Knobs.like(winner.knobs) if winner.knobs else next(iter(Space(problem, arch).seeds()), None)

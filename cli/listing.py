@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,12 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.output import print_json, print_table, report_failures, say
-from hadagen.errors import StorageError
+from hadagen.errors import StorageError, install
+from hadagen.problem.trial import Trial
+from hadagen.runtime import bundles
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:
-    from hadagen.problem.trial import Trial
-    from hadagen.tuning_db.bundle import Bundle, BundleEntry
     from hadagen.tuning_db.store import Store
 
 
@@ -27,8 +28,6 @@ def list_(db: str | None, as_json: bool) -> None:
 
     If several bundles match a GPU equally well, calls use the first.
     """
-    from hadagen.runtime import bundles
-
     found, damaged = [], []
     for bundle in bundles.known():
         try:
@@ -55,7 +54,7 @@ def list_(db: str | None, as_json: bool) -> None:
             ("bundle", "arch", "GPUs", "problems", "winners", "kernels", "date", "signed by"),
             (
                 (
-                    *(b["path"], b["arch"], _names(b["gpus"]), b["problems"], b["winners"], b["kernels"], b["date"]),
+                    *(b["path"], b["arch"], gpu_names(b["gpus"]), b["problems"], b["winners"], b["kernels"], b["date"]),
                     signers_text(b["signed"]).removeprefix("signed by "),
                 )
                 for b in found
@@ -70,7 +69,7 @@ def list_(db: str | None, as_json: bool) -> None:
         print_table(
             ("arch", "GPU", "problems", "trials", "outcomes"),
             (
-                (run["arch"], _names([run["gpu"]]), run["problems"], run["trials"], _outcomes(run["outcomes"]))
+                (run["arch"], gpu_names([run["gpu"]]), run["problems"], run["trials"], _outcomes(run["outcomes"]))
                 for run in each["runs"]
             ),
         )
@@ -116,7 +115,7 @@ def signers(bundle: Bundle, must_check: bool = False) -> dict[str, bool | None]:
 
 def signers_text(signed: Mapping[str, bool | None]) -> str:
     """The result of `signers` as text."""
-    notes = {True: "", False: " (wrong)", None: " (not checked, pip install 'hadagen[sign]')"}
+    notes = {True: "", False: " (wrong)", None: f" (not checked, {install('sign')})"}
     return f"signed by {', '.join(key + notes[right] for key, right in signed.items())}" if signed else "not signed"
 
 
@@ -158,7 +157,7 @@ def _database_summary(store: Store) -> dict[str, Any]:
     return {"path": store.place, "read_only": store.read_only, "runs": runs}
 
 
-def _names(gpus: list[str]) -> str:
+def gpu_names(gpus: Iterable[str]) -> str:
     return ", ".join(gpu or "estimated" for gpu in gpus)
 
 

@@ -90,18 +90,16 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     say(f"hadagen: warning: {' '.join(str(message).split())}", err=True)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(package_name="hadagen", message="%(prog)s %(version)s")
-def main() -> None:
-    """Generate, verify, time, store and ship GPU kernels for the Walsh-Hadamard transform."""
-
-
-@click.group(cls=Group)
+@click.group(cls=Group, commands=[record, replay])
 def dev() -> None:
     """Measure all variants of a problem, and replay searches on them."""
 
 
-for command in (record, replay):
-    dev.add_command(command)
-for command in (tune, best, bench, bundle, compile_, report, emit, doctor, dev):
-    main.add_command(command)
+@click.group(
+    cls=Commands,
+    commands=[tune, best, bench, bundle, compile_, report, emit, doctor, dev],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.version_option(package_name="hadagen", message="%(prog)s %(version)s")
+def main() -> None:
+    """Generate, verify, time, store and ship GPU kernels for the Walsh-Hadamard transform."""

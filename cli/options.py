@@ -21,17 +21,19 @@ from hadagen.problem.formats import FORMATS, Format
 from hadagen.problem.matrices import find_orders
 from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
 from hadagen.problem.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
+from hadagen.problem.trial import Environment
+from hadagen.report.names import short_count
 from hadagen.runtime.bundles import user_directory
+from hadagen.tuning_db.table import check_table_place
 
 if TYPE_CHECKING:
-    from hadagen.problem.trial import Environment
     from hadagen.tuning_db.store import Store
 
 DEFAULT_ARCH = "sm90"
 ALL_SIZES = f"2-{1 << MAX_LOG2_N}"
 NUMERICS = "accurate rounds once, to the type of x; fast may round between steps. float32 is always accurate."
 Command = Callable[..., None]
-_FACTORS = {"K": 1 << 10, "M": 1 << 20}
+_FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 # The parts of a key that leave out an order, or name a format as a caller does.
 _KEY = re.compile(
     "(n([0-9]{1,9}))(-k[0-9]{1,9})?((?:-swapped)?(?:-signed)?)(-[a-z]+[0-9]+)(?:-to-(.+?))?(-[a-z]+(?:-contiguous|-pitched)?)"
@@ -52,8 +54,6 @@ def within(least: float, most: float) -> Callable[[click.Context, click.Paramete
 
 def _checked_table(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     if path:
-        from hadagen.tuning_db.table import check_table_place
-
         check_table_place(path)
     return path
 
@@ -130,7 +130,7 @@ PITCHED = "Rows of any number of elements up to n, any number of elements apart"
 
 
 def _check_key_is_alone() -> None:
-    """Raises `UsageError` if an option names a part of the problem beside `--problem`, which names the whole
+    """Raises `UsageError` if an option names a part of the problem besides `--problem`, which names the whole
     problem."""
     context = click.get_current_context()
     for option in context.command.params:
@@ -282,8 +282,7 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
                 for each in to or (None,)
                 for problem in _product(parse_sizes(n, k), dtype, numerics, pitched, source, {"to": each, **form})
             )
-            named = map(parse_problem, keys) if keys else told
-            command(problems=list(dict.fromkeys(named)), **others)
+            command(problems=list(dict.fromkeys(map(parse_problem, keys) if keys else told)), **others)
 
         return with_problems
 
@@ -335,7 +334,7 @@ def _order_of(n: int, k: str) -> int:
     """The order of the matrix of `hadagen.Rotation`, or the given order; 1 without a matrix."""
     if k != AUTO:
         if not _is_whole(k):
-            raise UsageError(f"--k {shown(k)} is not an order; write such as 28, or {AUTO}")
+            raise UsageError(f"--k {shown(k)} is not an order; write a number like 28, or {AUTO}")
         return int(k)
     if not 2 <= n <= 1 << MAX_LOG2_N:
         return 1  # `Transform` says why not
@@ -368,8 +367,9 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
                     f"--n {shown(text)} goes from a matrix of order {one} to one of {other}; name each size, or --k"
                 )
         if low.n > high.n:
-            said = f"--n {shown(text)} is an empty range"
-            raise UsageError(f"{said}; write the smaller size first, as in {high.n}-{low.n}")
+            raise UsageError(
+                f"--n {shown(text)} is an empty range; write the smaller size first, as in {high.n}-{low.n}"
+            )
         sizes.update(parse_transform(low.n << m, k) for m in range((high.n // low.n).bit_length()))
     return sorted(sizes)
 
@@ -385,8 +385,10 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
         if not (name and equals and value):
             raise UsageError(f"--knobs {shown(text)} is not of the form k=v; write for example --knobs warps=4")
         if name in values:
-            said = f"--knobs sets {shortened(name)} twice, to {shortened(str(values[name]))} and {shortened(value)}"
-            raise UsageError(f"{said}; give one value")
+            raise UsageError(
+                f"--knobs sets {shortened(name)} twice, to {shortened(str(values[name]))} and {shortened(value)}; give "
+                "one value"
+            )
         values[name] = int(value) if _is_whole(value) else value
     return values
 
@@ -401,11 +403,14 @@ def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
         name, _, listed = (part.strip() for part in text.partition("="))
         values = [value.strip() for value in listed.split(",")]
         if not (name and all(values)):
-            said = f"--only {shown(text)} is not of the form KNOB=V1,V2,..."
-            raise UsageError(f"{said}; write for example --only warps=2,4")
+            raise UsageError(
+                f"--only {shown(text)} is not of the form KNOB=V1,V2,...; write for example --only warps=2,4"
+            )
         if name in ranges:
-            said = f"--only names {shortened(name)} twice"
-            raise UsageError(f"{said}; give all its values at once, as in {shortened(name)}={shortened(listed)},...")
+            raise UsageError(
+                f"--only names {shortened(name)} twice; give all its values at once, as in "
+                f"{shortened(name)}={shortened(listed)},..."
+            )
         ranges[name] = [int(value) if _is_whole(value) else value for value in values]
     return ranges
 
@@ -417,12 +422,10 @@ def parse_elements(text: str) -> list[int]:
     """
     counts = set()
     for part in (part.strip() for part in text.split(",")):
-        number, factor = part, 1
-        if part[-1:] in _FACTORS:
-            number, factor = part[:-1], _FACTORS[part[-1]]
-        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) or len(number) > _MOST_DIGITS:
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KM]?)", part)
+        if not found or len(found[1]) > _MOST_DIGITS:
             raise UsageError(f"--elements {shown(part)} is not a size; write for example 65536,1M")
-        count = Fraction(number) * factor
+        count = Fraction(found[1]) * _FACTORS[found[2]]
         others = *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS
         if count not in ELEMENT_BUCKETS and count not in others:
             known = f"powers of two from {ELEMENT_BUCKETS[0]} to {ELEMENT_BUCKETS[-1]}"
@@ -431,14 +434,9 @@ def parse_elements(text: str) -> list[int]:
     return sorted(counts)
 
 
-def short_elements(count: int) -> str:
-    """A size of an input as `parse_elements` takes it: 64K, 1.5M."""
-    suffix = "M" if count >= _FACTORS["M"] else "K"
-    return f"{count / _FACTORS[suffix]:g}{suffix}"
-
-
 def short_list(counts: Iterable[int]) -> str:
-    return ",".join(map(short_elements, counts))
+    """The text of input sizes, as `parse_elements` takes it."""
+    return ",".join(map(short_count, counts))
 
 
 def _is_whole(text: str) -> bool:

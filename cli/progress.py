@@ -10,10 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
 from hadagen.cli.output import clock_text, fraction_text, say
+from hadagen.compiler.toolchain import BuildFailure
+from hadagen.problem.launch import Source
+from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import REGIMES
-from hadagen.problem.trial import Outcome
+from hadagen.problem.trial import Kernel, NotTried, Outcome
 from hadagen.tuner.estimate import BUILT_AT_ONCE
 from hadagen.tuner.events import (
     BatchBuilt,
@@ -28,16 +35,10 @@ from hadagen.tuner.events import (
     TrialFinished,
     VariantNotTried,
 )
+from hadagen.tuner.pipeline import Build
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from hadagen.compiler.toolchain import BuildFailure
     from hadagen.fleet.client import FleetState
-    from hadagen.problem.launch import Source
-    from hadagen.problem.problem import Problem
-    from hadagen.problem.trial import Kernel, NotTried
-    from hadagen.tuner.pipeline import Build
 
 LINE_SECONDS = 10.0  # between two lines of text, at least
 FEW_TRIALS = 10  # too few to tell the rate from
@@ -89,7 +90,7 @@ class State:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a trial was finished or a pair raced: until then only `now` tells anything."""
+        """Whether a trial was finished or a pair was raced; until then only `now` has a text to show."""
         return bool(self.outcomes or self.raced)
 
     @property
@@ -154,9 +155,6 @@ class State:
         return max(0.0, min(left)) if left else None
 
     def __rich__(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
         lines = Table.grid()
         lines.add_row(ProgressBar(total=max(1, self.trials), completed=self.finished, width=60))
         lines.add_row(f"{self.counts}, {self.rate}{clock_text(self.seconds_left)} left")
@@ -171,9 +169,6 @@ class State:
 @contextmanager
 def shown(time_budget: float | None) -> Iterator[Callable[[Event | Building], None]]:
     """A listener whose events are shown on stderr until the end of the `with`."""
-    from rich.console import Console
-    from rich.live import Live
-
     state = State(time_budget)
     console = Console(stderr=True)
     if console.is_terminal:

@@ -15,6 +15,7 @@ from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_ta
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
 from hadagen.problem.problem import Problem, check_tunable
+from hadagen.problem.regimes import timed_elements
 from hadagen.problem.trial import Outcome
 
 if TYPE_CHECKING:
@@ -69,7 +70,6 @@ def record(
     """
     from hadagen.cli.progress import shown
     from hadagen.plan.space import Space
-    from hadagen.problem.regimes import timed_elements
     from hadagen.tuner.record import RecordOptions, deciding_cells
     from hadagen.tuner.record import record as measure_all
 

@@ -97,8 +97,7 @@ def _print_curves(fields: Sequence[Field], curves: Mapping[str, Curve], gpu: str
     longest = max(field.budget for field in fields)
     counts = [count for count in SHOWN if count < longest]
     rows = [[str(count), *(_fraction(curve.values[count - 1]) for curve in curves.values())] for count in counts]
-    final = ["budget", *(_fraction(curve.final) for curve in curves.values())]
-    print_table(["evaluations", *curves], [*rows, final])
+    print_table(["evaluations", *curves], [*rows, ["budget", *(_fraction(curve.final) for curve in curves.values())]])
     click.echo()
     print_table(
         [*PROBLEM_HEADERS, "variants", "budget", *curves],

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from hadagen.cli import options
 from hadagen.cli.output import say
 from hadagen.errors import StorageError
+from hadagen.report.sources import Source, read_bundle, read_store
 from hadagen.tuning_db.atomic_file import HEADER_BYTES, atomic_file, check_place
-
-if TYPE_CHECKING:
-    from hadagen.report.sources import Source
+from hadagen.tuning_db.bundle import Bundle, is_bundle, shipped
+from hadagen.tuning_db.files import read_start
 
 DEFAULT_PAGE = "report.html"
 
@@ -50,9 +49,6 @@ def report(source: str | None, out: Path) -> None:
 def _read(source: str | None) -> Source:
     """The database or bundle that a user named; for None, the tuning database of the user. Raises `StorageError` if it
     is missing, damaged, empty, or of a later version."""
-    from hadagen.report.sources import read_bundle, read_store
-    from hadagen.tuning_db.bundle import Bundle, is_bundle, shipped
-
     place = str(options.default_db()) if source is None else source
     if "://" not in place and not Path(place).exists():
         place = str(shipped().get(place, place))
@@ -80,8 +76,6 @@ def _file(place: str) -> Path | None:
 
 def _header(path: Path, place: str) -> bytes:
     """The first bytes of a file. Raises `StorageError` if the file is missing or cannot be read."""
-    from hadagen.tuning_db.files import read_start
-
     if not path.exists():
         raise StorageError(
             f"there is no tuning database or bundle {place}; run hadagen tune first, or name a file, a URL, or an arch "

@@ -6,33 +6,35 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from threading import Event as Flag
 from typing import TYPE_CHECKING, TypeVar
 
 from hadagen.cli.device import find_target, find_toolchain, measuring, refusal
 from hadagen.cli.output import counted, say
+from hadagen.cli.progress import Building, fleet_text, in_parts
+from hadagen.compiler.toolchain import Toolchain
 from hadagen.errors import DeviceError, UsageError
+from hadagen.measure import Cell, Runner, Variant
+from hadagen.plan.arch import Arch, load_arch
+from hadagen.plan.knobs import Knobs
 from hadagen.problem.problem import Problem
-from hadagen.problem.trial import Disturbed, NotTried, Outcome
+from hadagen.problem.target import check_arch
+from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Trial
+from hadagen.tuner.estimate import EstimateRunner
+from hadagen.tuner.events import Event, FleetChanged, Listener
+from hadagen.tuner.pipeline import Build, Pipeline, Work
+from hadagen.tuner.search import MEASURED_TRIALS
 
 if TYPE_CHECKING:
-    from hadagen.cli.progress import Building
-    from hadagen.compiler.toolchain import Toolchain
     from hadagen.fleet.client import Fleet
-    from hadagen.measure import Cell, Runner, Variant
-    from hadagen.plan.arch import Arch
-    from hadagen.plan.knobs import Knobs
-    from hadagen.problem.trial import Environment, Kernel, Trial
-    from hadagen.tuner.events import Event, Listener
-    from hadagen.tuner.pipeline import Build, Work
 
 MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is the device
 LOCAL = "local"  # the fleet of this machine alone
 
 Value = TypeVar("Value")
-Show = Callable[["Event | Building"], None]
+Show = Callable[[Event | Building], None]
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,6 @@ class Searcher:
     listen: Listener
     work: Callable[..., Work]
     guess: Callable[[Problem, bool], Sequence[Knobs] | None] | None = None
-
-
-Measurer = Callable[["Mapping[Problem, Sequence[Cell]]", "Sequence[Variant]"], "Iterator[Trial]"]
 
 
 class Failures(list[str]):
@@ -93,10 +92,6 @@ class Here:
     def searchers(
         self, problems: Sequence[Problem], trials: int | None, stop: Flag, show: Show
     ) -> Iterator[list[Searcher]]:
-        from hadagen.cli.progress import in_parts
-        from hadagen.tuner.estimate import EstimateRunner
-        from hadagen.tuner.pipeline import Pipeline
-
         toolchain, target = self.toolchain, self.target
         runs = measuring(self.gpu, self.index, toolchain) if self.gpu else nullcontext(EstimateRunner(target, stop))
         with runs as runner:
@@ -107,16 +102,12 @@ class Here:
         """The results of the tasks, one for each of `targets`. Tasks run in this thread, because it gets Ctrl-C."""
         return [task() for task in tasks]
 
-    def again(self, gpu: Environment) -> Measurer:
+    def again(
+        self, gpu: Environment, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]
+    ) -> Iterator[Trial]:
         """Times kernels once more, for `refine`."""
-        return self._again
-
-    def _again(self, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
-        assert self.gpu
         say(f"refining: timing {len(variants)} kernels between the sizes of the search", err=True)
-        with measuring(
-            self.gpu, self.index, self.toolchain, cells=cells, give_up=inf
-        ) as runner:  # slow here, fast there
+        with measuring(gpu, self.index, self.toolchain, cells=cells, give_up=inf) as runner:  # slow here, fast there
             for variant, trial in runner.run(counted(variants, "timing")):
                 yield from self.failures.take(variant, trial)
 
@@ -130,21 +121,17 @@ class There:
     failures: Failures
 
     def __post_init__(self) -> None:
-        self._classes = self.fleet.classes  # those that are there at the start
+        self._classes = self.fleet.classes  # the classes that the fleet has at the start
 
     @cached_property
     def targets(self) -> list[tuple[Arch, Environment | None]]:
-        from hadagen.plan.arch import load_arch
-
         return [(load_arch(each.arch).narrowed(self.only), each.environment) for each in self._classes]
 
     @contextmanager
     def searchers(
         self, problems: Sequence[Problem], trials: int | None, stop: Flag, show: Show
     ) -> Iterator[list[Searcher]]:
-        from hadagen.tuner.events import FleetChanged
         from hadagen.tuner.fleet_search import FleetGpus, FleetPipeline, Guesses, Summed
-        from hadagen.tuner.search import MEASURED_TRIALS
 
         classes = self._classes
         targets = {each.arch: target for each, (target, _) in zip(classes, self.targets, strict=True)}
@@ -175,13 +162,10 @@ class There:
 
         return at_once(tasks, stop)
 
-    def again(self, gpu: Environment) -> Measurer:
-        """Times kernels once more, for `refine`."""
-        return partial(self._again, gpu)
-
-    def _again(
+    def again(
         self, gpu: Environment, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]
     ) -> Iterator[Trial]:
+        """As `Here.again`."""
         from hadagen.tuner.fleet_search import FleetGpus
 
         say(f"refining: timing {len(variants)} kernels between the sizes of the search on {gpu.gpu}", err=True)
@@ -203,14 +187,12 @@ def place(
         yield Here(target.narrowed(only), gpu, device or 0, find_toolchain(compiler), failures)
         return
     if device is not None:
-        raise UsageError("--device names a GPU of this machine, and --fleet others; leave one out")
-    from hadagen.cli.progress import fleet_text
+        raise UsageError("--device picks one GPU for a search without a fleet; leave out --device or --fleet")
     from hadagen.fleet.client import Fleet
-    from hadagen.problem.target import check_arch
 
     if arch is not None:
         check_arch(arch)
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what matters of it is said by `Fleet`
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # `Fleet` says what matters in its log
     with ExitStack() as until_the_end:
         address = fleet
         if fleet == LOCAL:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import click
 
-from hadagen.errors import HadagenError, shortened
+from hadagen.errors import HadagenError, install, shortened
 from hadagen.tuning_db.atomic_file import FORBIDDEN, FULL
 
 # What commands import beyond a bare install; the extra `tune` brings all of it.
 TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "pydantic", "rich", "sqlalchemy", "yaml")
 # The extras that bring the packages of single commands.
-EXTRA_OF = {"bokeh": "hadagen[report]", "distributed": "hadagen[fleet]", "psycopg": "hadagen[fleet]"}
+EXTRA_OF = {"bokeh": "report", "distributed": "fleet", "psycopg": "fleet"}
 
 
 def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
@@ -31,8 +31,9 @@ def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
         return f"interrupted; {str(error) or 'start the same command again'}", 1
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        wanted = "hadagen[tune]" if package in TUNE_PACKAGES else EXTRA_OF.get(package, package)
-        return f"the Python package {package} is not installed; install it with: pip install '{wanted}'", 1
+        extra = "tune" if package in TUNE_PACKAGES else EXTRA_OF.get(package)
+        how = install(extra) if extra else f"pip install {package}"
+        return f"the Python package {package} is not installed; install it with: {how}", 1
     if isinstance(error, OSError):
         return _of_system(error), 1
     bug = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -30,20 +30,24 @@ from hadagen.cli.output import (
     report_failures,
     say,
 )
-from hadagen.cli.searchers import Searcher, place
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem.problem import Numerics, Problem, check_tunable
-from hadagen.problem.trial import Provenance
+from hadagen.problem.regimes import LATENCY_ELEMENTS, REGIMES
+from hadagen.problem.trial import Environment, Provenance
+from hadagen.report.names import short_count
+from hadagen.runtime import bundles
+from hadagen.runtime.bundles import why_unused
+from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.winners import WinnerCell
 
 if TYPE_CHECKING:
+    from hadagen.cli.searchers import Searcher
     from hadagen.plan.arch import Arch
     from hadagen.plan.knobs import Knobs
-    from hadagen.problem.trial import Environment
     from hadagen.tuner.events import TuneReport
     from hadagen.tuner.study import Scores
     from hadagen.tuning_db.store import Store
-    from hadagen.tuning_db.winners import WinnerCell
 
 # The words of the table at the end, which are those of the lines while it runs.
 LEGEND = (
@@ -129,6 +133,7 @@ def tune(
     CPU and ranked by a model, and the output says so.
     """
     from hadagen.cli.progress import shown
+    from hadagen.cli.searchers import place
     from hadagen.tuner.refine import refine as look_between
     from hadagen.tuner.search import TuneOptions, check_effort
     from hadagen.tuner.search import tune as search
@@ -185,8 +190,9 @@ def tune(
             def refine_on(target: Arch, gpu: Environment, report: TuneReport) -> None:
                 if report.under_way:  # the run that ends last refines
                     return
-                deadline = started + (time_budget or inf)
-                found = look_between(problems, store, target.name, gpu, where.again(gpu), deadline)
+                found = look_between(
+                    problems, store, target.name, gpu, partial(where.again, gpu), started + (time_budget or inf)
+                )
                 if not found and trials == 0:
                     raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
 
@@ -198,8 +204,14 @@ def tune(
                 if trials != 0:
                     for name, path in paths.items():
                         make_bundle(store, name, path)  # found by calls, however long refining takes
-                each = zip(targets, reports, strict=True)
-                where.each([partial(refine_on, target, gpu, report) for (target, gpu), report in each if gpu], stop)
+                where.each(
+                    [
+                        partial(refine_on, target, gpu, report)
+                        for (target, gpu), report in zip(targets, reports, strict=True)
+                        if gpu
+                    ],
+                    stop,
+                )
             selections = {name: make_bundle(store, name, path) for name, path in paths.items()}
         results = [
             _Result(target, gpu, report, paths[target.name], list(selections[target.name]), problems)
@@ -244,9 +256,6 @@ class _Result:
 
     def values(self, late: bool) -> dict[str, Any]:
         """For programs."""
-        from hadagen.runtime.bundles import why_unused
-        from hadagen.tuning_db.bundle import Bundle
-
         report, written = self.report, Bundle.open(self.path)
         entries = [entry for problem in self.problems for entry in written.entries(problem)]
         return {
@@ -303,7 +312,6 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
     on any GPU, or are estimates if no winner of the problem was measured. A problem without winners gets the winners of
     its other numerics if its result is quantized, and with a matrix the winners of the most similar problem."""
     from hadagen.plan.knobs import Knobs
-    from hadagen.runtime import bundles
     from hadagen.runtime.guesses import nearest_problems
 
     here = [bundle for bundle in bundles.known() if bundle.arch == arch.name]
@@ -332,8 +340,6 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
 def _print_best(best: Mapping[Problem, Scores]) -> None:
     """A line for the problems that differ only in n, with the values that the progress of the search called best so
     far."""
-    from hadagen.problem.regimes import LATENCY_ELEMENTS, REGIMES
-
     groups: dict[tuple[str, ...], dict[int, Scores]] = {}
     for problem, scores in best.items():
         groups.setdefault(problem_cells(problem)[1:], {})[problem.n] = scores
@@ -342,12 +348,12 @@ def _print_best(best: Mapping[Problem, Scores]) -> None:
         by_regime = (dict(zip(found, each, strict=True)) for each in zip(*found.values(), strict=True))
         rows.append((*kind, range_text(found), *map(_mean, by_regime)))
     print_table((*PROBLEM_HEADERS[1:], "n", *REGIMES), rows)
-    click.echo(LEGEND.format(latency=options.short_elements(LATENCY_ELEMENTS)))
+    click.echo(LEGEND.format(latency=short_count(LATENCY_ELEMENTS)))
 
 
 def _mean(fractions: Mapping[int, float]) -> str:
-    """The cell of the fractions of copy of several n. A value of 0 was not timed; the cell then names the n that were
-    timed."""
+    """The table cell with the mean of fractions of copy, one for each n. A fraction of 0 was not timed; the cell then
+    names the n that were timed."""
     known = {n: fraction for n, fraction in fractions.items() if fraction}
     if not known:
         return "-"

@@ -26,8 +26,17 @@ import sys
 from pathlib import Path
 
 import refresh_files as files
+from refresh_api import api
 from refresh_fleet import fleet_numbers
-from refresh_formats import accurate_codes_table, formats_table, passes_table, quantized_parts_table, torchao_numbers
+from refresh_formats import (
+    accurate_codes_table,
+    formats_table,
+    passes_table,
+    quantized_parts_table,
+    quantizing_headline,
+    torchao_numbers,
+)
+from refresh_markdown import wrapped
 from refresh_models import attention_table, models_table, read
 from refresh_other_tables import (
     between_table,
@@ -40,19 +49,20 @@ from refresh_other_tables import (
 )
 from refresh_pictures import draw, draw_activations, draw_search, fingerprint, is_drawn_from
 from refresh_reliability import PROMISES, promises_table
-from refresh_rotations import parts_table, products_table, rotations_table, signs_table
+from refresh_rotations import parts_table, products_table, rotation_headline, rotations_table, signs_table
 from refresh_search import Searches, search_numbers
-from refresh_speed_tables import h200_table, numbers, pitched_table
-from refresh_times import read_times, sources
+from refresh_speed_tables import h200_table, numbers, picture, pitched_table, transform_headline
+from refresh_times import Times, read_times, sources
 
 
 def generated() -> dict[Path, dict[str, str]]:
     """Document → name of each generated part → its text."""
     times = read_times() if all(path.exists() for path in sources()) else None
     return {
-        files.README: {"numbers": numbers(times) if times else files.NO_DATA, "models": models_table()},
+        files.README: {"speed": speed(times) if times else files.NO_DATA},
         files.QUANTIZATION: {"attention": attention_table(), "models": models_table()},
         files.PERFORMANCE: {
+            "libraries": numbers(times) if times else files.NO_DATA,
             "h200": h200_table(),
             "rotations": rotations_table(),
             "products": products_table(),
@@ -69,6 +79,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "invariant": invariant_table(),
             "calls": call_table(),
         },
+        files.API: {"api": api()},
         files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},
         files.SEARCH_PAGE: {"search": search_numbers()},
         files.SEARCHING: {"knobs": knobs_table()},
@@ -77,8 +88,19 @@ def generated() -> dict[Path, dict[str, str]]:
     }
 
 
+def speed(times: Times) -> str:
+    """The picture of the README, and a number for each operator."""
+    numbers_of = {
+        "The transform": transform_headline(times),
+        "A rotation with a matrix": rotation_headline() if files.ROTATIONS.exists() else "not measured yet",
+        "Rotating and quantizing": quantizing_headline() if files.PASSES.exists() else "not measured yet",
+    }
+    lines = [wrapped(f"- **{what}** is {said}.", "  ") for what, said in numbers_of.items()]
+    return "\n".join([picture(), "", *lines])
+
+
 def markers(part: str) -> tuple[str, str]:
-    """What stands before and after a generated part in its document."""
+    """The markers before and after a generated part in its document."""
     return f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
 
 

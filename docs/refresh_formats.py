@@ -4,6 +4,7 @@ on an H100, those that are accurate beside those that are fast."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import geometric_mean
 
 import refresh_files as files
 from refresh_markdown import grid, number
@@ -22,7 +23,7 @@ REGIMES = (
 )
 
 
-# Kernels of which parts are left out.
+# Kernels without some of their parts.
 PARTS = (
     "whole",
     "without the largest magnitude",
@@ -76,14 +77,27 @@ def accurate_codes_table() -> str:
     return grid("l" + "r" * len(titles), ["format, group size; n", *titles], table)
 
 
-def passes_table() -> str:
-    """How many times as fast one kernel is as two passes, in Markdown."""
-    if not files.PASSES.exists():
-        return files.NO_DATA
+def quantizing_headline() -> str:
+    """How many times as fast one kernel is as two passes, in a sentence."""
+    ratios = [ratio for found in _passes().values() for ratio in found.values()]
+    mean = f"{geometric_mean(ratios):.1f} times as fast ({len(ratios)} cells)"
+    return f"{mean} as our transform and then a quantizer made by torch.compile, on an H200"
+
+
+def _passes() -> dict[Problem, dict[str, float]]:
+    """By problem and regime, how many times as fast one kernel is as two passes."""
     times: dict[Problem, dict[str, float]] = {}
     for row in read_rows(files.PASSES):
         title = next(name for name, elements, _ in REGIMES if elements == int(row["elements"]))
         times.setdefault(Problem.parse(row["problem"]), {})[title] = float(row["two_us"]) / float(row["one_us"])
+    return times
+
+
+def passes_table() -> str:
+    """How many times as fast one kernel is as two passes, in Markdown."""
+    if not files.PASSES.exists():
+        return files.NO_DATA
+    times = _passes()
     titles = [title for title, _, _ in REGIMES if any(title in found for found in times.values())]
     rows = [[_name(problem), *(number(found.get(title)) for title in titles)] for problem, found in times.items()]
     return grid("l" + "r" * len(titles), ["format, group size; n", *titles], rows)

@@ -17,6 +17,6 @@ def number(value: float | None, times: float = 1.0) -> str:
     return "–" if value is None else f"{value * times:.2f}"
 
 
-def wrapped(text: str) -> str:
-    """The text in lines of 120 characters at most."""
-    return textwrap.fill(text, 120, break_on_hyphens=False)
+def wrapped(text: str, indent: str = "") -> str:
+    """The text in lines of 120 characters at most. indent: of all lines but the first."""
+    return textwrap.fill(text, 120, break_on_hyphens=False, subsequent_indent=indent)

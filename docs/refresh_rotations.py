@@ -74,10 +74,18 @@ def _name(transform: Transform) -> str:
     return f"{transform.n} = {transform.order} · {transform.length}"
 
 
-def products_table() -> str:
-    """How many times as fast as products by PyTorch the kernels are, in Markdown."""
-    if not files.ROTATIONS.exists():
-        return files.NO_DATA
+def rotation_headline() -> str:
+    """How many times as fast the accurate kernels are as two products by PyTorch, in a sentence."""
+    ratios = [ratio for (*_, library), ratio in _products()[1].items() if library == TWO]
+    return f"{geometric_mean(ratios):.1f} times as fast as two products by PyTorch ({len(ratios)} cells) on an H200"
+
+
+Products = dict[tuple[Transform, str, str], float]
+
+
+def _products() -> tuple[list[Transform], Products]:
+    """The transforms that were timed beside products by PyTorch; and by transform, cache and library, how many times as
+    fast the accurate kernels are."""
     us: dict[tuple[Transform, str], dict[str, float]] = {}
     for row in read_rows(files.ROTATIONS):
         problem = Problem.parse(row["problem"])
@@ -89,10 +97,18 @@ def products_table() -> str:
         for library in (TWO, ONE)
         if library in times
     }
+    return list(_sorted(transform for transform, _ in us)), ratios
+
+
+def products_table() -> str:
+    """How many times as fast as products by PyTorch the kernels are, in Markdown."""
+    if not files.ROTATIONS.exists():
+        return files.NO_DATA
+    transforms, ratios = _products()
     columns = [(library, cache) for library in (TWO, ONE) for cache in ("hot", "cold")]
     rows = [
         [_name(transform), *(number(ratios.get((transform, cache, library))) for library, cache in columns)]
-        for transform in _sorted(transform for transform, _ in us)
+        for transform in transforms
     ]
     titles = ["two products, 4 M in L2", "64 M in memory", "one product, 4 M in L2", "64 M in memory"]
     two, one = (

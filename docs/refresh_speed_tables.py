@@ -58,14 +58,30 @@ ONE_RUN, TWO_RUNS = ", and all cells are of one run", "; cells of {what} are of 
 RETUNED = "For some cells of n = {lengths} the bundle names other kernels by now."
 
 
+def transform_headline(times: Times) -> str:
+    """How many times as fast the accurate kernels are as other libraries, in a sentence."""
+    mine = times["hadagen, accurate"]
+    said = []
+    for name in ("HadaCore", "fast-hadamard-transform"):
+        cells = mine.keys() & times[name].keys()
+        if cells:
+            mean = geometric_mean(times[name][cell].us / mine[cell].us for cell in cells)
+            said.append(f"{mean:.2f} times as fast as {name} ({len(cells)} cells)")
+    return f"{' and '.join(said)} on an H100"
+
+
+def picture() -> str:
+    """The picture for the README, in Markdown."""
+    return f"![Speed over n as a fraction of a plain copy]({files.PICTURE.relative_to(files.README.parent)})"
+
+
 def numbers(times: Times) -> str:
-    """The README's picture and tables, in Markdown."""
-    picture = f"![Speed over n as a fraction of a plain copy]({files.PICTURE.relative_to(files.README.parent)})"
+    """The tables of the speed beside other libraries, in Markdown."""
     table = _table(times, REGIMES, {name: name for name in LIBRARIES})
     method = f"{copy_rates(times, DTYPE)} {METHOD.format(runs=_runs())}"
     if lengths := _retuned():
         method += " " + RETUNED.format(lengths=", ".join(map(str, lengths)))
-    return "\n\n".join([picture, table, _comparison(times), wrapped(method), _errors(times)])
+    return "\n\n".join([table, _comparison(times), wrapped(method), _errors(times)])
 
 
 def _runs() -> str:

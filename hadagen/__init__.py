@@ -69,6 +69,9 @@ _LAZY = {
 }
 
 
+_MODULES = ("compat", "errors", "presets")
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
@@ -77,6 +80,8 @@ def __getattr__(name: str) -> Any:
             return version("hadagen")
         except PackageNotFoundError as error:
             raise AttributeError("hadagen is not installed, so it has no __version__") from error
+    if name in _MODULES:
+        return import_module(f"hadagen.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_LAZY[name]), name)
@@ -84,7 +89,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names and modules."""
+    special = {name for name in globals() if name.startswith("__")}
+    return sorted({*special, *__all__, *_MODULES})
 
 
 register_with_torch()

@@ -31,6 +31,11 @@ def shown(value: Any, most: int = _MOST) -> str:
         return f"a {type(value).__name__}"
 
 
+def install(extra: str) -> str:
+    """How to install an extra of hadagen, which no index of packages has yet."""
+    return f"pip install '.[{extra}]' in a checkout of hadagen"
+
+
 def choice(given: Any, known: Iterable[str]) -> str:
     """The advice for an unknown name: "did you mean …", or else all known names."""
     names = list(known)

@@ -23,11 +23,27 @@ from hadagen.runtime.rotate_arguments import RotateArguments
 from hadagen.runtime.rotation import Rotation
 from hadagen.truth import quantizer
 
+__all__ = [
+    "convrot_int4",
+    "convrot_int8",
+    "deepseek_v4_fp4",
+    "deepseek_v32_indexer",
+    "fa3_fp8",
+    "quarot_int4",
+    "qutlass_mxfp4",
+    "transformer_engine_nvfp4",
+]
+
 # The signs of TransformerEngine's random Hadamard transform, which are always these.
 _TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 # g^-½ in bfloat16.
 _QUTLASS_SCALES = {32: 181 / 1024, 64: 1 / 8, 128: 181 / 2048}
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
 
 
 def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False, numerics: str = "accurate") -> Quantized:
@@ -93,10 +109,14 @@ def transformer_engine_nvfp4(x: torch.Tensor, *, numerics: str = "accurate") -> 
     if not torch.compiler.is_compiling():  # where the number of tokens may be unknown
         group = next(size for size in (128, 64, 32, 16) if x.shape[-1] % size == 0)
     magnitudes = rotate_quantize(x, rotation, to="largest", group=group, round_first=True, numerics=numerics).scales
-    largest = _largest(magnitudes.flatten())
-    rule = "transformer_engine"
     return rotate_quantize(
-        x, rotation, to="nvfp4", rule=rule, tensor_scale=largest, round_first=True, numerics=numerics
+        x,
+        rotation,
+        to="nvfp4",
+        rule="transformer_engine",
+        tensor_scale=_largest(magnitudes.flatten()),
+        round_first=True,
+        numerics=numerics,
     )
 
 

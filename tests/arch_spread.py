@@ -1,7 +1,5 @@
 """A few short kernels that have, together, every structure of a kernel, for any arch."""
 
-from __future__ import annotations
-
 from hadagen.plan.arch import Arch
 from hadagen.plan.knobs import KNOB_VALUES
 from hadagen.plan.plan import Plan

@@ -8,8 +8,6 @@ with a `StorageError`, or hold what it held before. With digests made anew it ma
 signature is asked for. Nothing may take more than `MOST_SECONDS`, or more than `MOST_MEMORY`.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import itertools

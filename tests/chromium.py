@@ -1,7 +1,5 @@
 """Opens a page in Chromium, without a window and without a network."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Running `hadagen` in the process of a test, as on a machine that has neither a GPU nor anything of the user's."""
 
-from __future__ import annotations
-
 import inspect
 import signal
 from collections.abc import Callable

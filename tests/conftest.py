@@ -1,7 +1,5 @@
 """What every test shares: reproducible hypothesis runs; tests that need a GPU or a browser say why they do not run."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -69,14 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def schedules(request: pytest.FixtureRequest) -> int:
-    found: int = request.config.getoption("--schedules")
-    return found
+    return request.config.getoption("--schedules")
 
 
 @pytest.fixture
 def kills(request: pytest.FixtureRequest) -> int | None:
-    found: int | None = request.config.getoption("--kills")
-    return found
+    return request.config.getoption("--kills")
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Tensors on the CPU, for which the runtime takes kernels as if they were on a GPU. The kernels read and write memory
 by address alone, as real ones do, and check what they were promised."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ class EmulatedKernel:
     problem: Problem
     in_place: bool | None
     spec: LaunchSpec
-    launched: list[EmulatedKernel]
+    launched: list["EmulatedKernel"]
 
     def prepared(
         self,
@@ -55,7 +53,6 @@ class EmulatedKernel:
         form = problem.io.form
 
         def quantize(stream: int, x: int, codes: int, *others: int) -> None:
-            assert form is not None
             at = {**(operands or {}), **dict(zip(changing, others, strict=True))}
             assert (x | codes | at.get("scales", 0)) % 16 == 0
             columns = problem.n if form.group < 0 else form.group * at["scales_in_row"]
@@ -122,8 +119,7 @@ def read_operands(problem: Problem, operands: Mapping[str, int]) -> dict[str, An
             assert address % 16 == 0
             found[name] = np.frombuffer((ctypes.c_byte * size).from_address(address), np.uint8)
     if order > 1:
-        packed = torch.from_numpy(np.tile(found["matrix"], 2))
-        found["matrix"] = unpack_matrices(packed, [order])[0].numpy()
+        found["matrix"] = unpack_matrices(torch.from_numpy(np.tile(found["matrix"], 2)), [order])[0].numpy()
     return found
 
 

@@ -5,8 +5,6 @@ cost model says. EMULATED_FAULT says what goes wrong, from the second variant on
 "hangs", or its measuring "breaks". EMULATED_CODE: another hadagen. EMULATED_SECONDS: how long a measurement takes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Tensors of kinds that few functions expect, and the calls of this package that take tensors."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

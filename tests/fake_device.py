@@ -1,7 +1,5 @@
 """A GPU that is made up, for commands that measure: its times follow a rule, and it remembers what it was asked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,7 +56,7 @@ class FakeDevice(FakeRunner):
         results = [ChoiceResult(0, 2.0 + i / 50, 2.0, i / 100) if right else None for i, _ in enumerate(choices)]
         return Ranking(tuple(answers), tuple(results))
 
-    def __enter__(self) -> FakeDevice:
+    def __enter__(self) -> "FakeDevice":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """A GPU as NVML would tell of it, with a clock of its own: what it says changes at times that a test names."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from typing import Any

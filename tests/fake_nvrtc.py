@@ -1,7 +1,5 @@
 """A library that plays NVRTC. It compiles an empty source; what it does with any other is up to the test."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -3,8 +3,6 @@
 Such a search may kill its process; `exit_codes` starts it in processes of its own.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence

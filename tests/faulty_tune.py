@@ -5,8 +5,6 @@ All variants of the first tune come again in the second. Sound ones keep the tim
 can only differ where a broken kernel has spoiled something else.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 import time

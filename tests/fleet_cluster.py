@@ -1,7 +1,5 @@
 """A real Dask cluster: scheduler and workers are processes, and the GPUs of the workers are the emulator's."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tensors on a GPU, what their transform is and how far off it may be, and the kernels that do it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -21,9 +19,8 @@ def kernels_for_this_gpu() -> None:
 
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "timed", {})
-    monkeypatch.setattr(tables, "found", {})
-    monkeypatch.setattr(tables, "loaded", {})
+    for name in ("timed", "found", "loaded"):
+        monkeypatch.setattr(tables, name, {})
     monkeypatch.setattr(kernels, "_unserved", set())
     tables.forget()
 

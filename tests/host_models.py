@@ -2,8 +2,6 @@
 buffers; and what these libraries do with it on two processes: `python host_models.py RANK PORT` prints a line of JSON
 for each operation."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

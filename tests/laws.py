@@ -14,8 +14,6 @@ And of a kernel that quantizes, besides *rows*, *ragged* and *outside*:
 - *scale*: of twice the values, scales are twice as large, and codes are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import product
 
@@ -103,7 +101,6 @@ class _Laws:
         self._check_range(form, *self._quantize(large.to(self._device, self._dtype), form))
         if scales is not None and not form.needs_scale and scales.dtype != torch.uint8:
             twice = self._quantize(x * 2, form)
-            assert twice[1] is not None
             self._check_near("scale", twice[1].double(), 2 * scales.double(), 1, "scales of twice the values")
             apart = (twice[0].view(torch.uint8) != codes.view(torch.uint8)).double().mean() if codes.numel() else 0.0
             if apart > 1e-3:

@@ -1,7 +1,5 @@
 """Handwritten kernels for the tests of the machine under the emulator, and what several of those need."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache

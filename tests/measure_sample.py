@@ -1,7 +1,5 @@
 """What several tests of measuring need: a problem, a kernel that no GPU runs, and where it would be timed."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

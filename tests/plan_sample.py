@@ -1,18 +1,20 @@
 """What several tests of plans need: plans to begin with, and changes to them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 from spaces import ARCH, space_of
 
+from hadagen.compiler.codegen import render
+from hadagen.compiler.emulator import EmulationReport, compile_host
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.plan import Plan
 from hadagen.plan.space import build_plan
 from hadagen.plan.steps.base import Step
+from hadagen.problem.bits import Bits
 from hadagen.problem.problem import DType, Numerics, Problem
 
 # float32 has one contract, and pitched rows change no step.
@@ -31,6 +33,12 @@ def worked_example() -> Plan:
     """n = 4096 over 4 warps of 4 chunks, fast."""
     problem = Problem.of(4096, DType.FLOAT16, Numerics.FAST)
     return build_plan(problem, Knobs(chunks=4, warps=4, butterfly_carrier="fp32", exchange_carrier="fp32"), ARCH)
+
+
+def emulate(plan: Plan, bits: Bits, scale: float = 1.0) -> tuple[Bits, EmulationReport]:
+    """What the kernel of a plan makes of rows, and what the machine noted."""
+    source, out = render(plan), np.zeros_like(bits)
+    return out, compile_host([source]).run(source.entry, plan.launch, bits, out, scale=scale)
 
 
 def changed(plan: Plan, index: int, *steps: object) -> Plan:

@@ -4,8 +4,6 @@
 `postgres_server` is the server, which may be killed and started again on the same data.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pwd

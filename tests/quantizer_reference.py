@@ -5,8 +5,6 @@ two projects do the same thing in another order, the order has a name, and a cal
 [rows, columns], and a group is a run of columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -200,8 +198,8 @@ def fp8_tensor(values: NDArray[Any], scale: float, dtype: str = "bfloat16") -> Q
 
 
 def fp8_head(values: NDArray[Any], given: Floats, dtype: str = "bfloat16", order: str = "divide") -> Quantized:
-    """One given scale for each of as many runs of rows: codes of x / scale. Or its largest magnitude, as `attention`:
-    the factor and the scale of `fp8_attention`."""
+    """One given scale for each of as many runs of rows: codes of x / scale. Or its largest magnitude, as torchao has it
+    before FlashAttention 3: codes of x · fp32(448 / amax), scale fp32(amax / 448), both 1 up to 1e-12."""
     x, each = rounded(values, dtype), np.repeat(given.astype(F), len(values) // len(given))[:, None]
     with _quiet():
         if order == "divide":
@@ -210,18 +208,6 @@ def fp8_head(values: NDArray[Any], given: Floats, dtype: str = "bfloat16", order
             codes = encode_e4m3fn(x * np.where(each > F(1e-12), F(448) / each, F(1)))
             scales = np.where(each > F(1e-12), each / F(448), F(1))
     return _result(codes, decode_e4m3fn(codes), given, scales)
-
-
-def fp8_attention(values: NDArray[Any], dtype: str = "bfloat16") -> Quantized:
-    """torchao before FlashAttention 3: one scale for all rows, of a head. The largest magnitude is found before the
-    values are rounded to dtype; codes of x · fp32(448 / amax), scale fp32(amax / 448), both 1 up to 1e-12."""
-    unrounded = rounded(values, "float32")
-    with _quiet():
-        largest = amax(unrounded.reshape(1, -1), "skipped")
-        multiplier = np.where(largest > F(1e-12), F(448) / largest, F(1))
-        scales = np.where(largest > F(1e-12), largest / F(448), F(1))
-        codes = encode_e4m3fn(rounded(unrounded, dtype) * multiplier)
-    return _result(codes, decode_e4m3fn(codes), scales, scales[:, None])
 
 
 def _power_of_two_up(x: Floats) -> Floats:

@@ -1,7 +1,5 @@
 """What tests with a real compiler carry: skipped only where there is none; a broken one fails them."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from functools import cache

@@ -1,7 +1,5 @@
 """How far off a kernel is that does nothing wrong but round."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 from hadagen.problem.problem import ACCURATE_BOUND, Numerics, Problem

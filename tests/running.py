@@ -1,7 +1,5 @@
 """Processes that tests start: whether they run, programs that are scripts, and Ctrl-C that comes wherever tests run."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator

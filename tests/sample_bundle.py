@@ -1,7 +1,5 @@
 """A small bundle for the tests of choosing and of the runtime, and a machine that has no other."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing

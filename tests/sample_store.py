@@ -3,8 +3,6 @@
 `place` and `any_store` are of both kinds of database: a test that uses them runs on SQLite and on PostgreSQL.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Iterator

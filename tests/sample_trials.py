@@ -1,7 +1,5 @@
 """Trials for the tests of the tuning database: a plain one to vary, and hypothesis strategies for arbitrary ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Keys for the tests of signatures, in PEM files as openssl writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Search spaces on the one arch that tests use, each made once, and a few choices out of one."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from itertools import product

@@ -1,8 +1,6 @@
 """Modules with the names and functions of other libraries, in plain PyTorch: one returns a new tensor, one also works
 in place. They hide those that are installed, in processes that are spawned later too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Arch files: the shipped ones load, and each mistake in one is answered with a sentence that says what to correct."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable
@@ -78,8 +76,7 @@ def test_hopper_is_as_nvidia_documents_it() -> None:
 
 def test_what_a_file_does_not_say_is_as_in_the_file_that_it_is_like() -> None:
     hopper, turing = load_arch("sm90"), load_arch("sm75")
-    assert turing.search == hopper.search
-    assert turing.model.dram_latency_us == hopper.model.dram_latency_us
+    assert (turing.search, turing.model.dram_latency_us) == (hopper.search, hopper.model.dram_latency_us)
     assert turing.limits.registers_per_sm == hopper.limits.registers_per_sm
     assert (turing.limits.shared_per_sm, turing.model.sms) == (64 * 1024, 40)
     assert turing.features == {"mma_f16"}
@@ -175,8 +172,7 @@ def test_a_value_is_read_as_its_kind(values: dict[str, Any], read: Callable[[Any
     values["search"]["warps"] = [8, 4, 4]
     values["nvcc_arch"] = "sm_90a"
     arch = read(values)
-    assert arch.model.launch_us == 2
-    assert arch.search["warps"] == (4, 8)
+    assert (arch.model.launch_us, arch.search["warps"]) == (2, (4, 8))
     assert (arch.name, arch.compute_capability) == ("sm90", "9.0")
 
 

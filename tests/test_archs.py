@@ -1,8 +1,6 @@
 """Every arch: its kernels compile for it and are right in the emulator, and it has exactly the features that its file
 says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Cubins and PTX: the releases and drivers that take them, and how bundle assemble makes those that are shipped."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from dataclasses import replace

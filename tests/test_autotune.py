@@ -1,13 +1,9 @@
 """`hadagen.autotune`: one problem, measured within a program, on a GPU that is made up."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,6 +16,7 @@ import pytest
 from real_compilers import needs_nvrtc
 from sample_bundle import hide_bundles, write_trials
 from sample_trials import H100, PROBLEM, make_kernel, make_trial, times
+from test_runners import FakeService
 
 import hadagen
 from hadagen import Match
@@ -90,11 +87,11 @@ class FakeRunner:
     """Measures in no time, but the clock says a second for each kernel. The first is the fastest. As the real one, it
     draws the next variant before it yields a trial."""
 
-    def __init__(self, machine: Machine, deadline: float) -> None:
+    def __init__(self, machine: "Machine", deadline: float) -> None:
         self._machine, self._deadline = machine, deadline
         machine.runs.append([])
 
-    def __enter__(self) -> FakeRunner:
+    def __enter__(self) -> "FakeRunner":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,7 +109,6 @@ class FakeRunner:
 
     def trial(self, variant: Variant) -> Trial:
         machine = self._machine
-        assert variant.kernel is not None
         us = 1.0 + SLOWER * len(machine.runs[-1])
         cells = all_cells(variant.problem, machine.gpu.l2_bytes)
         machine.runs[-1].append(Knobs.from_dict(variant.knobs))
@@ -146,7 +142,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """An A100, and a user's bundle with recipes for an H100 for `PROBLEM`."""
     machine = Machine()
     hide_bundles(tmp_path, monkeypatch)
@@ -166,16 +162,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(module, "cuda_device", lambda index: machine.device)
     for module in (asking, warmup):
         monkeypatch.setattr(module, "cuda_index", lambda device: device if device in (0, 1) else 0)
-    for name, empty in (
-        ("timed", {}),
-        ("found", {}),
-        ("loaded", {}),
-        ("unfit", defaultdict(dict)),
-    ):
-        monkeypatch.setattr(tables, name, empty)
+    tables.clear()
     monkeypatch.setattr(kernels, "_unserved", set())
     monkeypatch.delenv(kernels.AUTOTUNE, raising=False)
-    return machine
+    yield machine
+    tables.clear()
 
 
 def _some_knobs() -> list[Knobs]:
@@ -206,9 +197,7 @@ def test_winners_are_found_by_later_calls(machine: Machine) -> None:
     for inplace in (False, True):
         best = hadagen.best_config(PROBLEM, 64, **where, inplace=inplace)
         assert (best.match, best.us) == (Match.SAME_GPU, 1.0)
-        assert best.knobs == machine.runs[0][0].to_dict()
-        assert best.provenance is not None
-        assert best.provenance["kind"] == "measured"
+        assert (best.knobs, best.provenance["kind"]) == (machine.runs[0][0].to_dict(), "measured")
     Bundle.open(path).verify()
 
 
@@ -406,6 +395,7 @@ def replace_by_another_arch(path: Path) -> None:
     shutil.copy(bundles.user_directory() / "sm90.db", path)
 
 
+@pytest.mark.filterwarnings("ignore")  # of calls that go on without the bundle
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -419,10 +409,8 @@ def test_a_file_that_cannot_be_added_to_is_left_as_it_is(change: Any, reason: st
     path = hadagen.autotune(FAST, seconds=3)
     change(path)
     content = path.read_bytes()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of calls that go on without the bundle
-        with pytest.raises(StorageError, match=f"would be lost: .*{reason}.*; or move it away"):
-            hadagen.autotune(PROBLEM, seconds=3)
+    with pytest.raises(StorageError, match=f"would be lost: .*{reason}.*; or move it away"):
+        hadagen.autotune(PROBLEM, seconds=3)
     assert path.read_bytes() == content
     assert len(machine.runs) == 1  # nothing was measured in vain
 
@@ -688,20 +676,14 @@ def test_a_file_system_without_locks_makes_nobody_wait(tmp_path: Path, monkeypat
 
 
 # ---- what it needs ---------------------------------------------------------------------------------------------------
-class FakeService:
+class RightService(FakeService):
     """Stands in for the GPU in the measuring process."""
 
     greeting = A100
 
-    def __init__(self, *_: object) -> None:
-        pass
-
     def handle(self, request: Measure) -> Answer:
         timings = tuple(Timing(*cell, 2.0, 2.0, 2.0, 1.0) for cell in all_cells(request.problem, A100.l2_bytes))
         return Answer(Outcome.OK, "", {"normal": 1e-5}, timings, 0.1)
-
-    def is_usable(self) -> bool:
-        return True
 
 
 def test_problems_with_signs_are_not_measured(tmp_path: Path) -> None:
@@ -720,7 +702,7 @@ def test_with_a_compiler_and_a_measuring_process(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(
         autotuner,
         "DeviceRunner",
-        lambda *arguments, deadline: DeviceRunner(*arguments, deadline=deadline, make_service=FakeService),
+        lambda *arguments, deadline: DeviceRunner(*arguments, deadline=deadline, make_service=RightService),
     )
     monkeypatch.setattr(Measuring, "_look_ahead", lambda self: None)
     add_winners(tmp_path / "a.db", PROBLEM, 0, "sm80", [knobs.to_dict() for knobs in KNOWN[:2]], 1000.0, 2)

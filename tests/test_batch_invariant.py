@@ -1,11 +1,8 @@
 """Batch-invariant calls: kernels with the same arithmetic give the same bits, and such calls run no others."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,11 +62,7 @@ DEVICE = Device("sm90", H100.gpu)
 )
 def test_kernels_of_one_arithmetic_give_the_same_bits(problem: Problem) -> None:
     """Also those whose tiles, loads and exchanges differ; and most others do not."""
-    of: dict[str, list[Plan]] = defaultdict(list)
-    for plan in _some_plans(problem):
-        of[plan.arithmetic].append(plan)
-    several = [plans for plans in of.values() if len(plans) > 1]
-    assert several
+    of = _plans_by_arithmetic(problem)
     assert len(of) > 1
     rows = np.random.default_rng(1).standard_normal((1 << 14) // problem.n * problem.n).reshape(-1, problem.n)
     x = encode(problem.io.input, rows)
@@ -85,23 +78,25 @@ def test_kernels_of_one_arithmetic_give_the_same_bits(problem: Problem) -> None:
     assert len(set.union(*results.values())) > 1
 
 
-def _some_plans(problem: Problem) -> list[Plan]:
-    """Plans of tiles of at most 16K elements, whose knobs are spread over the space."""
+def _plans_by_arithmetic(problem: Problem) -> dict[str, list[Plan]]:
+    """Plans of tiles of at most 16K elements, whose knobs are spread over the space. Some share an arithmetic."""
     arch = load_arch("sm90")
     legal = [k for k in Space(problem, arch).legal if k.chunks * k.warps * k.cluster <= 64 and k.ahead == 0]
     shapes = {(k.chunks, k.warps, k.cluster, k.load, k.far_bits, k.low_bits, k.exchange_carrier): k for k in legal}
     kept = list(shapes.values())
-    return [build_plan(problem, knobs, arch) for knobs in kept[:: max(1, len(kept) // 10)]]
+    of: dict[str, list[Plan]] = defaultdict(list)
+    for knobs in kept[:: max(1, len(kept) // 10)]:
+        plan = build_plan(problem, knobs, arch)
+        of[plan.arithmetic].append(plan)
+    assert max(map(len, of.values())) > 1
+    return of
 
 
 @pytest.mark.parametrize("key", ["n256-float16-to-int8_row_256-accurate", "n512-bfloat16-to-mxfp4_32-accurate"])
 def test_kernels_of_one_arithmetic_give_the_same_codes(key: str) -> None:
     """And the same scales, wherever a row lies among others."""
     problem = Problem.parse(key)
-    of: dict[str, list[Plan]] = defaultdict(list)
-    for plan in _some_plans(problem):
-        of[plan.arithmetic].append(plan)
-    assert max(map(len, of.values())) > 1
+    of = _plans_by_arithmetic(problem)
     module = compile_host([render(plan) for plans in of.values() for plan in plans])
     x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(1)).view(-1, problem.n)
     x = x.to(getattr(torch, problem.io.input.value))
@@ -131,8 +126,7 @@ def trial(number: int, arithmetic: str, us: dict[int, float], cluster: int = 1, 
     launch = replace(LAUNCH, arithmetic=arithmetic, cluster=cluster)
     both = tuple(time for destination in Destination for time in times(us, destination))
     launch = replace(launch, params=params_for(fields.get("problem", PROBLEM)))
-    kernel = make_kernel(b"%d" % number, launch=launch)
-    return make_trial(number, kernel=kernel, timings=both, **fields)
+    return make_trial(number, kernel=make_kernel(b"%d" % number, launch=launch), timings=both, **fields)
 
 
 SMALL, LARGE = 1 << 13, 1 << 20
@@ -199,9 +193,7 @@ def test_only_kernels_of_the_named_arithmetic_are_chosen(bundle: Path) -> None:
     assert {chosen(1 << k) for k in range(8, 28)} == {TWO}
     assert timed_in_bundles(PROBLEM, IN_PLACE, DEVICE, batch_invariant=True) == [LARGE]
     assert timed_in_bundles(PROBLEM, IN_PLACE, DEVICE) == [SMALL, LARGE]
-    config = best_config(PROBLEM, 1, arch="sm90", batch_invariant=True)
-    assert config.launch is not None
-    assert config.launch.arithmetic == TWO
+    assert best_config(PROBLEM, 1, arch="sm90", batch_invariant=True).launch.arithmetic == TWO
     (digest,) = {entry.kernel for entry in Bundle.open(bundle).all_entries() if entry.launch.arithmetic == TWO}
     assert chosen(LARGE, (digest,)) is None
     with pytest.raises(UsageError, match=r"batch_invariant = 'yes' is not supported; give True or False"):
@@ -223,7 +215,6 @@ def test_what_was_tuned_on_a_machine_does_not_change_the_arithmetic(
     monkeypatch.setattr(bundles, "shipped", lambda: shipped)
     assert chosen(SMALL) == chosen(LARGE) == TWO
     found = choose_from_bundles(PROBLEM, IN_PLACE, LARGE, DEVICE, batch_invariant=True)[1]
-    assert found is not None
     assert found[1].path == mine  # and what was tuned here is taken where it has that arithmetic
     monkeypatch.setenv(bundles.VARIABLE, str(mine))
     assert chosen(SMALL) == ONE
@@ -305,6 +296,7 @@ def test_a_problem_without_such_kernels_is_refused(bundle: Path) -> None:
 QUANTIZING = PROBLEM.with_io(output="mxfp8_32")
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.usefixtures("machine")
 def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path) -> None:
     kind = kernels.Kind(0, QUANTIZING, False, True)
@@ -313,18 +305,14 @@ def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path) -> None
     ]
     named = {t.kernel.digest: t.kernel for t in quantizing if t.kernel}
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {QUANTIZING: TWO})
-    found = kernels.find(kind, SMALL)
-    assert found
-    assert found.launch.arithmetic == TWO  # type: ignore[attr-defined]
+    assert kernels.find(kind, SMALL).launch.arithmetic == TWO  # type: ignore[attr-defined]
     tables.clear()
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {})
     with pytest.warns(
         RuntimeWarning, match="no kernels of n256-float16-to-mxfp8_32-accurate give the same .*, so PyTor"
     ):
         assert kernels.find(kind, SMALL) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kernels.find(kind, 2 * SMALL) is None
+    assert kernels.find(kind, 2 * SMALL) is None
 
 
 def test_calls_that_quantize_ask_for_such_kernels(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,8 +331,7 @@ def test_calls_that_quantize_ask_for_such_kernels(device: EmulatedDevice, monkey
         rotate_quantize(x, 64, to="mxfp8", batch_invariant=flag, out=q)
         rotate_quantize(x.requires_grad_(), 64, to="mxfp8", batch_invariant=flag, gradient=True)
         x.requires_grad_(False)
-    assert asked[:1] == [True]
-    assert set(asked) == {True, False}
+    assert (asked[:1], set(asked)) == ([True], {True, False})
     assert len(device.ran()) >= 9
     asked.clear()
     for flag in (True, False):

@@ -1,7 +1,5 @@
 """A few hundred of the cases of `bundle_damage.py`, and what it would count as a failure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

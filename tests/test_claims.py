@@ -1,7 +1,5 @@
 """Runs that share a database do nothing twice, and fill the tables of Optuna as Optuna itself would."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -197,8 +195,7 @@ def test_the_dashboard_shows_studies_and_trials(any_store: Store) -> None:
     for name, number in names.items():
         assert ", Test GPU, ranges " in name
         shown = get(app, f"/api/studies/{number}")
-        assert shown["directions"] == ["maximize"] * 3
-        assert shown["objective_names"] == list(REGIMES)
+        assert (shown["directions"], shown["objective_names"]) == (["maximize"] * 3, list(REGIMES))
         trials = {knobs_key(trial.knobs): trial for trial in any_store.trials() if trial.problem.key == name.split()[0]}
         assert len(shown["trials"]) == len(trials) == TRIALS
         assert {trial["state"] for trial in shown["trials"]} == {"Complete"}

@@ -1,7 +1,5 @@
 """The command line as a whole: its help, how it reads its arguments, and what needs no extra."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -97,8 +95,8 @@ WRONG = {
     (*BEST, "14336", "--k", "1"): "n = 14336 is not supported; n must be a power of two, and from 2 to 131072",
     (*BEST, "14336", "--k", "12"): "n = 14336 is not supported; n must be 12 times a power of two",
     (*BEST, "14336", "--k", "0"): "order = 0 is not supported; the order of a matrix is from 1 to 428",
-    (*BEST, "14336", "--k", "-28"): "--k '-28' is not an order; write such as 28, or auto",
-    (*BEST, "14336", "--k", "many"): "--k 'many' is not an order; write such as 28, or auto",
+    (*BEST, "14336", "--k", "-28"): "--k '-28' is not an order; write a number like 28, or auto",
+    (*BEST, "14336", "--k", "many"): "--k 'many' is not an order; write a number like 28, or auto",
     (*BEST, "14336", "--pitched"): "n = 14336 takes a matrix of order 28, and there are no kernels for pitched rows",
     (*BEST, "0"): "n = 0 is not supported",
     (*BEST, "-2"): "n = -2 is not supported",
@@ -200,8 +198,7 @@ WRONG = {
 def test_problems_are_spelled_as_calls_are(arguments: str, key: str) -> None:
     asked = arguments.split()
     assert json.loads(succeed("emit", "--space", "--json", *asked))["problem"] == key
-    rows = ("best", "--arch", "sm90", "--json", "--rows", "12")
-    assert json.loads(succeed(*rows, *asked)) == json.loads(
+    assert json.loads(succeed("best", "--arch", "sm90", "--json", "--rows", "12", *asked)) == json.loads(
         succeed("best", "--arch", "sm90", "--json", "--problem", key, "--rows", _rows_of(asked))
     )
 
@@ -301,15 +298,16 @@ def test_sizes(texts: list[str], sizes: list[int]) -> None:
 
 
 def test_sizes_with_a_matrix() -> None:
-    assert options.parse_sizes(["14336,96,64", "224-448"]) == [
-        Transform(n, order) for n, order in [(64, 1), (96, 12), (224, 28), (448, 28), (14336, 28)]
-    ]
-    assert options.parse_sizes(["14336", "28-112"], "28") == [Transform(n, 28) for n in (28, 56, 112, 14336)]
-    assert options.parse_sizes(["12-96"]) == [*(Transform(n, n) for n in (12, 24, 48)), Transform(96, 12)]
-    # A kernel takes some matrices with a part of H.
-    assert options.parse_sizes(["384-1536"]) == [Transform(384, 12), Transform(768, 24), Transform(1536, 48)]
-    assert options.parse_sizes(["384-1536"], "12") == [Transform(n, 12) for n in (384, 768, 1536)]
-    assert options.parse_sizes(["4096"], "4") == [Transform(4096, 4)]
+    for asked, orders in (
+        ((["14336,96,64", "224-448"],), {64: 1, 96: 12, 224: 28, 448: 28, 14336: 28}),
+        ((["14336", "28-112"], "28"), {28: 28, 56: 28, 112: 28, 14336: 28}),
+        ((["12-96"],), {12: 12, 24: 24, 48: 48, 96: 12}),
+        # A kernel takes some matrices with a part of H.
+        ((["384-1536"],), {384: 12, 768: 24, 1536: 48}),
+        ((["384-1536"], "12"), {384: 12, 768: 12, 1536: 12}),
+        ((["4096"], "4"), {4096: 4}),
+    ):
+        assert options.parse_sizes(*asked) == [Transform(n, order) for n, order in orders.items()]
     # A kernel with a matrix has an H of order 8 at least, or none.
     assert [options.parse_transform(n).order for n in (2, 4, 12, 24, 48, 96, 392, 1712)] == [
         1,
@@ -362,8 +360,8 @@ def test_one_problem_may_have_a_matrix_and_signs() -> None:
 def test_elements() -> None:
     assert options.parse_elements("8M, 64K,1.5M,65536,0.375M") == [1 << 16, 3 << 17, 3 << 19, 1 << 23]
     counts = [*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS]
-    assert options.parse_elements(",".join(map(options.short_elements, counts))) == sorted(counts)
-    assert [options.short_elements(count) for count in (3 << 17, 1 << 20, 5 << 18)] == ["384K", "1M", "1.25M"]
+    assert options.parse_elements(",".join(map(options.short_count, counts))) == sorted(counts)
+    assert [options.short_count(count) for count in (3 << 17, 1 << 20, 5 << 18)] == ["384K", "1M", "1.25M"]
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -403,11 +401,14 @@ def test_a_bare_install_chooses_kernels_and_names_the_extra_for_the_rest(sample:
     assert json.loads(best[1])["match"] == "same-arch"
     assert verified[0] == doctor[0] == 0
     checks = {check["name"]: check for check in json.loads(doctor[1])["checks"]}
-    assert "is not installed; install it with: pip install 'hadagen[tune]'" in checks["tune extra"]["says"]
+    assert (
+        "is not installed; install it with: pip install '.[tune]' in a checkout of hadagen"
+        in checks["tune extra"]["says"]
+    )
     assert checks["tune extra"]["state"] == "missing"
     assert checks["emulator"]["says"].startswith("it cannot be tried without the tune")
     assert "untried" not in {checks[name]["state"] for name in ("nvrtc", "nvcc")}  # a call may compile
     for code, _, said in others:
         assert code == 1
         assert said.startswith("hadagen: the Python package ")
-        assert said.endswith("is not installed; install it with: pip install 'hadagen[tune]'\n")
+        assert said.endswith("is not installed; install it with: pip install '.[tune]' in a checkout of hadagen\n")

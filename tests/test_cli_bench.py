@@ -1,7 +1,5 @@
 """`hadagen bench` on a GPU that is made up: kernels that are timed together, and calls between the sizes of a tune."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence
@@ -214,8 +212,7 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
     ((variants, choices),) = FakeDevice.ranked
     shipped = {entry["kernel"] for entry in json.loads(succeed("bundle", "show", "--json"))[0]["entries"]}
     assert {variant.kernel.digest for variant in variants if variant.kernel} == shipped
-    assert report["worst_loss"] == 0.04
-    assert report["geometric_mean_loss"] == pytest.approx(0.02, abs=1e-3)
+    assert (report["worst_loss"], report["geometric_mean_loss"]) == (0.04, pytest.approx(0.02, abs=1e-3))
     results = report["results"]
     assert [row["rows"] * Problem.parse(row["problem"]).n for row in results] == [row["elements"] for row in results]
     assert all(row["rows"] % 2 for row in results)
@@ -229,8 +226,7 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
         )
         assert share + sum(other for _, other in others) == 1
         assert all(other <= share for _, other in others)
-        chosen = variants[choice.chosen].kernel
-        assert chosen.digest == row["kernel"]
+        assert variants[choice.chosen].kernel.digest == row["kernel"]
     with table.open(newline="") as file:
         written = list(csv.DictReader(file))
     assert [(row["gpu"], row["loss"], row["us"]) for row in written[:2]] == [

@@ -1,7 +1,5 @@
 """`hadagen bundle`: winners made a bundle of, listed, shown, verified, exported, merged and signed."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
@@ -254,7 +252,7 @@ def test_without_cryptography_signatures_are_named_but_not_checked(
     (key,) = public_keys(str(public))
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     said = succeed("bundle", "verify", sample)
-    assert said.endswith(f"signed by {key.fingerprint} (not checked, pip install 'hadagen[sign]')\n")
+    assert said.endswith(f"signed by {key.fingerprint} (not checked, pip install '.[sign]' in a checkout of hadagen)\n")
     assert json.loads(succeed("bundle", "list", "--json"))["bundles"][0]["signed"] == {key.fingerprint: None}
 
 

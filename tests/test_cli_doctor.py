@@ -1,7 +1,5 @@
 """`hadagen doctor`: what it finds sound, missing or broken on a machine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`hadagen best`, `emit` and `compile`: the kernel of a call, its source, and its code in the cache."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -15,9 +13,10 @@ import pytest
 from command_line import BEST, run, sentence, succeed
 from real_compilers import needs_nvcc, needs_nvrtc
 from sample_bundle import write_sample, write_trials
-from sample_trials import H100, make_trial, times
+from sample_trials import H100, PROBLEM, make_trial, times
 from test_recipes import forbid_work, recipe_of
 
+import hadagen
 from hadagen.cli import emit
 from hadagen.compiler import recipes, toolchain
 from hadagen.compiler.recipes import Recipe, image_of
@@ -41,15 +40,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 # ---- best ------------------------------------------------------------------------------------------------------------
 def test_best_prints_one_object(sample: Path) -> None:
     found = json.loads(succeed(*BEST, "256", "--rows", "256", "--inplace", "--device", H100.gpu, "--json"))
-    assert found["problem"] == "n256-float16-accurate"
-    assert (found["rows"], found["destination"], found["match"]) == (256, "in-place", "same-gpu")
-    assert found["kernel"] == make_trial(1).kernel.digest
-    assert found["knobs"] == {"chunks": 1, "grid": "tiles"}
-    assert found["launch"]["threads"] == 256
-    assert (found["us"], found["copy_us"], found["fraction_of_copy"]) == (4.0, 1.9, 1.9 / 4.0)
-    assert found["relative_error"] == 2e-4
-    assert found["provenance"]["kind"] == "measured"
-    assert {"gpu", "driver", "nvcc", "date"} <= found["provenance"].keys()
+    assert found == hadagen.best_config(PROBLEM, 256, H100.gpu, arch="sm90", inplace=True).to_dict()
 
 
 def test_best_says_how_a_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Kernels against each other and against other libraries: who is timed, what counts, and what noise cannot do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from measure_sample import ALL_PROBLEMS
+from test_runners import FakeService
 
 from hadagen.errors import DeviceError, UsageError
 from hadagen.gpu.driver import DoesNotFit
@@ -26,7 +25,7 @@ from hadagen.measure.verify import Verifier
 from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 from hadagen.problem.regimes import Cache, Destination, element_buckets, timed_rows
-from hadagen.problem.trial import Environment, Kernel, Outcome
+from hadagen.problem.trial import Kernel, Outcome
 from hadagen.runtime import plain_transform
 
 L2 = 50 << 20
@@ -283,8 +282,7 @@ def test_products_compute_what_our_kernels_do(n: int, dtype: DType) -> None:
     for each in found:
         errors = verifier.errors_of(partial(comparing._transform, each, problem), problem)
         assert 0 < max(errors.values()) <= problem.with_io(numerics=Numerics.FAST).error_bound
-    signed = Problem.of(n, dtype, order=problem.order, signed=True)
-    assert peers.serving(signed, torch.device("cpu")) == []
+    assert peers.serving(Problem.of(n, dtype, order=problem.order, signed=True), torch.device("cpu")) == []
     assert peers.serving(Problem.of(256, dtype), torch.device("cpu")) == [library, orthonormal]
 
 
@@ -296,8 +294,7 @@ def test_products_compute_what_our_kernels_do(n: int, dtype: DType) -> None:
 def test_rows_lie_between_the_element_counts_that_are_timed(problem: Problem, counts: int) -> None:
     rows, n = rows_between(problem, counts), problem.n
     buckets = element_buckets(problem)
-    assert len(rows) == counts
-    assert rows == sorted(set(rows))
+    assert (len(rows), rows) == (counts, sorted(set(rows)))
     assert all(count % 2 for count in rows)
     assert buckets[0] < rows[0] * n
     assert rows[-1] * n < buckets[-1]
@@ -311,8 +308,7 @@ def test_rows_lie_between_the_element_counts_that_are_timed(problem: Problem, co
 
 def rank(us: Callable[[str, Cache, int], float], names: str, monkeypatch: pytest.MonkeyPatch, chosen: int = 0) -> Any:
     stopwatch = FakeStopwatch(us)
-    kernels = tuple(kernel(name) for name in names.split())
-    request = Rank(PROBLEM, kernels, (Choice(chosen, BOTH),))
+    request = Rank(PROBLEM, tuple(kernel(name) for name in names.split()), (Choice(chosen, BOTH),))
     ranking = make_comparer(stopwatch, monkeypatch).rank(request)
     (result,) = ranking.results
     return ranking, result, stopwatch
@@ -371,12 +367,7 @@ def test_few_finalists_race(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- through the worker ----------------------------------------------------------------------------------------------
-class FakeService:
-    greeting = Environment(gpu="Stand-in", l2_bytes=L2)
-
-    def __init__(self, *_: object) -> None:
-        pass
-
+class ComparingService(FakeService):
     def handle(self, request: Compare | Rank) -> Any:
         if isinstance(request, Compare):
             assert all(kernel.source == "" for _, kernel in request.kernels)
@@ -386,15 +377,12 @@ class FakeService:
             return Comparison(tuple(Answer(Outcome.OK, "") for _ in request.kernels), {}, times)
         return Ranking((), tuple(ChoiceResult(choice.chosen, 1.0, 1.0, 0.0) for choice in request.choices))
 
-    def is_usable(self) -> bool:
-        return True
-
 
 def test_a_runner_compares_and_ranks() -> None:
     ours, fast, other = (
         Variant(problem, {}, kernel("k")) for problem in (PROBLEM, FAST, Problem.of(2, DType.FLOAT16, Numerics.FAST))
     )
-    with DeviceRunner(0, [kernel("copy")], make_service=FakeService) as runner:
+    with DeviceRunner(0, [kernel("copy")], make_service=ComparingService) as runner:
         comparison = runner.compare([ours, fast], [(HOT, [0, 1]), (COLD, [1])])
         assert [times.kernels for times in comparison.times] == [{0: 2.0, 1: 2.0}, {1: 2.0}]
         assert runner.rank([ours, ours], [Choice(1, BOTH)]).results == (ChoiceResult(1, 1.0, 1.0, 0.0),)

@@ -1,7 +1,5 @@
 """Other projects' functions by their own names: arguments, defaults, results, aliasing, padding, gradients."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from decimal import Decimal
@@ -114,8 +112,7 @@ def test_a_tensor_as_scale_is_a_number(function: Callable[..., torch.Tensor], sh
 def test_traces_take_a_scale_of_either_kind(function: Callable[..., torch.Tensor]) -> None:
     x, scale = normal(3, 8), torch.tensor(0.5, dtype=torch.float64)
     for arguments in ((x,), (x, scale)):
-        traced = torch.jit.trace(function, arguments)
-        torch.testing.assert_close(traced(*arguments), function(*arguments))
+        torch.testing.assert_close(torch.jit.trace(function, arguments)(*arguments), function(*arguments))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -372,8 +369,7 @@ def call_others(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 )
 def test_torch_fx_traces_calls(function: Callable[..., tuple[torch.Tensor, ...]], arguments: Any) -> None:
     """Whose scale may depend on a length that is not known then."""
-    traced = torch.fx.symbolic_trace(function)
-    ours = traced(*(x.clone() for x in arguments))
+    ours = torch.fx.symbolic_trace(function)(*(x.clone() for x in arguments))
     torch.testing.assert_close(ours, function(*arguments))
 
 

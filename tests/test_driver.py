@@ -1,7 +1,5 @@
 """The driver: the module against a stand-in that notes every call, and its functions through ctypes against cuda.h."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -209,8 +207,7 @@ def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:
     fake.codes["cuLaunchKernelEx"] = [CUresult.CUDA_ERROR_INVALID_CONTEXT]
     kernel.launch(0, 16, 16, 1, 1.0)
     assert ("cuCtxSetCurrent", CONTEXT) in fake.calls
-    assert len(fake.launched) == 2
-    assert fake.launched[0] == fake.launched[1]
+    assert (len(fake.launched), fake.launched[0]) == (2, fake.launched[1])
 
 
 def test_a_refused_launch_is_one_sentence(fake: FakeDriver) -> None:

@@ -1,7 +1,5 @@
 """Errors cross processes, as where a pool of workers says what failed."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The examples on a real model, which `make test` fetches: they run within a minute, and rotation helps."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

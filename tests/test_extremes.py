@@ -1,7 +1,5 @@
 """Values at the edges of each type: nothing overflows on the way to a finite result, and subnormal inputs count."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The transform in plain PyTorch, on the CPU: every row length, every type, in place and not, block by block."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

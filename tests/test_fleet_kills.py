@@ -4,8 +4,6 @@ Each run ends by itself or with one sentence, and the same command goes on.
     python -m pytest tests/test_fleet_kills.py --schedules 50 --figures docs/data
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

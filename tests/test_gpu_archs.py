@@ -1,7 +1,5 @@
 """Kernels for older archs: a newer GPU runs their PTX, with all that replaces what they lack."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from arch_spread import plans_on

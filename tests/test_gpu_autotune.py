@@ -1,7 +1,5 @@
 """`hadagen.autotune` on a GPU, in new processes without kernels or bundles of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

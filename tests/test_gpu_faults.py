@@ -4,8 +4,6 @@ those of a tune without them.
     python -m pytest tests/test_gpu_faults.py --figures docs/data
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,8 +29,7 @@ MOST_LOST = 10.0  # seconds, to a kernel that hangs
 
 
 def test_a_tune_survives_every_broken_kernel(tmp_path: Path, figure: Callable[[str, Any], None]) -> None:
-    target = cuda_device(0)
-    arch = load_arch(target.arch)
+    arch = load_arch(cuda_device(0).arch)
     toolchain = Toolchain.find()
 
     def broken(name: str, source: Source) -> Kernel:

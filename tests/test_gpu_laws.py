@@ -1,7 +1,5 @@
 """Laws on a GPU, for every kernel that is shipped for it; `laws.py` says which."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Measuring on a GPU: the environment, the yardstick, a right kernel, wrong kernels and broken ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,18 +101,6 @@ def test_environment() -> None:
     assert environment.cuda
 
 
-def test_a_right_kernel_is_timed_everywhere(bench: Bench) -> None:
-    trial = bench.trial(bench.right)
-    assert (trial.outcome, trial.detail) == (Outcome.OK, "")
-    assert set(trial.errors) == set(INPUT_CLASSES)
-    timed = [Cell.of(t) for t in trial.timings]
-    assert timed == list(all_cells(PROBLEM, trial.environment.l2_bytes))
-    for timing in trial.timings:
-        assert 0 < timing.us_low <= timing.us <= timing.us_high
-        assert 0.05 < timing.fraction_of_copy < 2.0
-    assert trial.environment.nvcc == trial.kernel.nvcc
-
-
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("rows", Rows)
 def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
@@ -122,13 +108,13 @@ def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
 ) -> None:
     problem = Problem.of(1024, dtype, rows=rows)
     knobs = Space(problem, ARCH).seeds()[0]
-    plan = build_plan(problem, knobs, ARCH)
-    (kernel,) = build(render(plan))
+    (kernel,) = build(render(build_plan(problem, knobs, ARCH)))
     trial = bench.trial(Variant(problem, knobs.to_dict(), kernel))
-    assert (trial.outcome, trial.detail) == (Outcome.OK, "")
-    timed = [Cell.of(t) for t in trial.timings]
-    assert timed == list(all_cells(problem, trial.environment.l2_bytes))
-    assert all(0.02 < timing.fraction_of_copy < 2.0 for timing in trial.timings)
+    assert (trial.outcome, trial.detail, set(trial.errors)) == (Outcome.OK, "", set(INPUT_CLASSES))
+    assert [Cell.of(t) for t in trial.timings] == list(all_cells(problem, trial.environment.l2_bytes))
+    for timing in trial.timings:
+        assert 0 < timing.us_low <= timing.us <= timing.us_high
+        assert 0.02 < timing.fraction_of_copy < 2.0
     largest = max(trial.timings, key=lambda timing: timing.copy_us)
     assert 2e3 < buffer_bytes(problem, largest.elements) * 2 / largest.copy_us / 1e3 < 1e4  # GB/s, read and written
 
@@ -144,8 +130,7 @@ def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(bench: Be
         replace(fp32, chunks=chunks, warps=warps, cluster=cluster, exchange_carrier="fp32" if warps > 1 else "packed")
         for chunks, warps, cluster in shapes
     ]
-    plans = [build_plan(problem, knobs, ARCH) for knobs in some]
-    kernels = build(*map(render, plans))
+    kernels = build(*map(render, [build_plan(problem, knobs, ARCH) for knobs in some]))
     for knobs, kernel in zip(some, kernels, strict=True):
         trial = bench.trial(Variant(problem, knobs.to_dict(), kernel))  # which may be given up as too slow
         assert trial.outcome is Outcome.OK, (knobs, trial.detail)
@@ -154,8 +139,7 @@ def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(bench: Be
 def test_cold_is_no_faster_than_hot(bench: Bench) -> None:
     timings = bench.trial(bench.right).timings
     copy_us = {Cell.of(t): t.copy_us for t in timings}
-    middle = [Cell(1 << 22, destination, Cache.HOT) for destination in Destination]
-    for hot in middle:
+    for hot in [Cell(1 << 22, destination, Cache.HOT) for destination in Destination]:
         assert copy_us[hot] < copy_us[hot._replace(cache=Cache.COLD)]
 
 

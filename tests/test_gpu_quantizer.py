@@ -1,7 +1,5 @@
 """The quantizer on a GPU gives the bits that it gives on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -167,8 +165,7 @@ def test_a_scale_of_zero_is_the_same_on_every_device(name: str, rotation: int | 
 
 def test_calls_that_come_again() -> None:
     """At any address, with any tensor_scale, and what an earlier call returned may be changed."""
-    memory = torch.randn(4, 8 * 64 + 8, device="cuda", dtype=torch.bfloat16)
-    for part in memory:
+    for part in torch.randn(4, 8 * 64 + 8, device="cuda", dtype=torch.bfloat16):
         x = part[1 : 1 + 8 * 64].view(8, 64)  # no multiple of 16 bytes
         for scale in (0.05, 0.01):
             wanted = quantizer.quantize(x.float(), chosen("nvfp4"), x.dtype, torch.tensor(scale, device="cuda"))

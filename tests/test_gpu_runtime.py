@@ -1,7 +1,5 @@
 """`hadamard_transform` on a GPU: every shipped kernel, tensors of any kind, what is refused, and what a call costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +97,6 @@ def test_ptx_gives_the_same(nothing_loaded: None) -> None:
     """What a newer GPU would run: PTX, compiled by the driver."""
     x = normal(64, 4096)
     _, chosen = choose_from_bundles(Problem.of(4096, "float16"), Destination.OUT_OF_PLACE, x.numel(), find_device())
-    assert chosen
     entry, bundle = chosen
     kernel = bundle.kernel(entry.kernel)
     loaded = driver.load(kernel.ptx, kernel.entry, kernel.launch, x.get_device())
@@ -214,13 +211,6 @@ def test_more_elements_than_fit_in_31_bits(n: int, inplace: bool) -> None:
 
 
 # ---- what is refused, and what a call costs --------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [{"scale": float("nan")}, {"numerics": "exact"}, {"out": torch.ones(2, 256)}])
-def test_bad_input_launches_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver.LoadedKernel, "prepared", None)
-    with pytest.raises((ValueError, RuntimeError)):
-        hadamard_transform(normal(2, 256), **options)
-
-
 def test_what_calls_cost() -> None:
     from hadagen.runtime.costs import call_costs
 

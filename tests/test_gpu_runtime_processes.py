@@ -1,7 +1,5 @@
 """`hadamard_transform` on a GPU in processes of its own: after a fork, and without tuner or compiler."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

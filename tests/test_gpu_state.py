@@ -1,7 +1,5 @@
 """What NVML tells of a real GPU: its class, that it is idle, and that another process runs on it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What other libraries do with the buffers of a `Rotation`: it stays the same map, or one sentence says why not."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -238,8 +236,7 @@ def test_another_rotation_is_not_loaded(other: Rotation, message: str) -> None:
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_a_missing_key_keeps_the_values_and_warns_once(kind: str) -> None:
     r = BUFFERS[kind](0)
-    zeros = {name: torch.zeros_like(each) for name, each in r.state_dict().items()}
-    for state in ({}, zeros):
+    for state in ({}, {name: torch.zeros_like(each) for name, each in r.state_dict().items()}):
         r = BUFFERS[kind](0)
         with pytest.warns(RuntimeWarning, match=WARNING):
             r.load_state_dict(state)
@@ -277,8 +274,7 @@ def test_fake_rotations() -> None:
         ):
             block = options.setdefault("block", 16 if "regular" in options.values() else 96)
             for signs in (None, [1, -1] * (block // 2), torch.ones(block)):
-                r = Rotation(96, **options, signs=signs)
-                assert r(torch.empty(5, 96)).shape == (5, 96)
+                assert Rotation(96, **options, signs=signs)(torch.empty(5, 96)).shape == (5, 96)
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The import table: which room may know which. Checked over every file, so that the shape of the house cannot drift."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

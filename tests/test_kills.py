@@ -1,7 +1,5 @@
 """A tune that is killed again and again, and one whose kernels are broken: it ends like one that nobody disturbed."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -122,7 +120,6 @@ class Killer:
         while True:
             process = processes.Process(target=search, args=(database, self._arch))
             process.start()
-            assert process.pid is not None
             self._disturb(process, seconds)
             process.join()
             assert process.exitcode in (0, -signal.SIGKILL)

@@ -1,7 +1,5 @@
 """Laws that hold for every kernel, on the emulator for some shipped ones; `test_gpu_laws.py` has all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

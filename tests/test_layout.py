@@ -1,7 +1,5 @@
 """Laws of placements: they compose with moves, moves of swaps undo themselves, and elements are counted once."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from math import prod
@@ -107,8 +105,7 @@ def test_the_cells_of_the_docstring() -> None:
 
 def test_a_thread_holds_two_vectors_of_float32() -> None:
     placement = Placement.standard(2, 0, 0, 0)
-    assert placement.element({reg(0): 1, PAIR: 1}) == 3
-    assert placement.element({lane(0): 1}) == 4
+    assert (placement.element({reg(0): 1, PAIR: 1}), placement.element({lane(0): 1})) == (3, 4)
     assert placement.element({reg(1): 1, lane(4): 1}) == 128 + 64
 
 

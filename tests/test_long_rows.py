@@ -1,7 +1,5 @@
 """Rows of 65536 and 131072, which are spread over a cluster: they have winners, and these are right."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -44,8 +42,7 @@ def test_what_is_shipped_for_long_rows_is_right(problem: Problem) -> None:
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
 def test_fast_rounds_no_more_often_than_at_32768(dtype: DType) -> None:
-    bounds = {Problem.of(n, dtype, Numerics.FAST).error_bound for n in (1 << 15, 1 << 16, 1 << 17)}
-    assert len(bounds) == 1
+    assert len({Problem.of(n, dtype, Numerics.FAST).error_bound for n in (1 << 15, 1 << 16, 1 << 17)}) == 1
 
 
 def test_more_warps_than_lanes_have_no_levels() -> None:

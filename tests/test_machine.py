@@ -1,7 +1,5 @@
 """The machine under the emulator: handwritten kernels that use its primitives rightly or wrongly, and its report."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 
@@ -32,8 +30,7 @@ from hadagen.problem.problem import DType
 def transposed(x: Bits) -> Bits:
     """Register w of lane l = 4·row + q holds elements 8·l + 2·w and the next: row `row`, columns 2·q and the next."""
     matrices = x.reshape(-1, 8, 4, 4, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 4, 8, 8).swapaxes(2, 3)
-    result: Bits = matrices.reshape(-1, 4, 8, 4, 2).transpose(0, 2, 3, 1, 4)
-    return result
+    return matrices.reshape(-1, 4, 8, 4, 2).transpose(0, 2, 3, 1, 4)
 
 
 def lower_lanes(x: Bits) -> Bits:
@@ -170,8 +167,7 @@ def test_a_good_kernel_has_its_result_in_any_order(case: Case, order_seed: int, 
 def test_elements_beyond_the_end_are_not_touched() -> None:
     (case,) = (case for case in GOOD if case.name == "copies_elements")
     x, out = random_bits(512), np.full(512, 0xFFFF, np.uint16)
-    report = module_of(case).run(case.name, case.launch, x, out, scale=1.0, elements=301)
-    assert report.complaint == ""
+    assert module_of(case).run(case.name, case.launch, x, out, scale=1.0, elements=301).complaint == ""
     assert np.array_equal(out[:301], x[:301])
     assert (out[301:] == 0xFFFF).all()
 
@@ -351,8 +347,7 @@ def test_rows_lie_anywhere_and_their_gaps_are_not_touched(dtype: DType, shift: i
     for rows, columns, x_pitch, y_pitch in ((21, 2 * width - 3, 2 * width + 1, 2 * width - 2), (16, width, width, 9)):
         x = bits_of(dtype, (rows - 1) * x_pitch + columns + shift)[shift:]
         out = np.full((rows - 1) * y_pitch + columns + shift, np.iinfo(x.dtype).max, x.dtype)[shift:]
-        report = ROWS[dtype].run(x, out, rows=rows, shape=RowShape(columns, x_pitch, y_pitch))
-        assert report.complaint == ""
+        assert ROWS[dtype].run(x, out, rows=rows, shape=RowShape(columns, x_pitch, y_pitch)).complaint == ""
         expected = np.full_like(out, np.iinfo(x.dtype).max)
         for row in range(rows):
             expected[row * y_pitch :][:columns] = x[row * x_pitch :][:columns]

@@ -1,7 +1,5 @@
 """The machine under the emulator: its arithmetic, value by value."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -296,8 +294,7 @@ def test_wide_mma_multiplies_a_by_b_and_adds() -> None:
 
 
 def test_wide_mma_takes_no_more_than_a_tf32() -> None:
-    random = np.random.default_rng(5)
-    a, b = random.standard_normal((2, 16, 16)).astype(np.float32)
+    a, b = np.random.default_rng(5).standard_normal((2, 16, 16)).astype(np.float32)
     b = np.where(np.arange(16)[:, None] == np.arange(16) % 8, b, 0)[:, :8]  # one value in each column
     d = np.zeros((16, 8))
     d[D_AT] = np.arange(4)

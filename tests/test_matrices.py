@@ -1,7 +1,5 @@
 """Named matrices, and the orders that a name has for n."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels of transforms with a matrix or signs: their plans in float64, and the emitted source on the emulator."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace
@@ -15,7 +13,7 @@ from spaces import ARCH, draw, space_of
 from hadagen.compiler.codegen import render
 from hadagen.compiler.emulator import HostModule, compile_host, verify
 from hadagen.errors import UsageError
-from hadagen.plan.arch import load_arch
+from hadagen.plan.arch import Arch, load_arch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.plan import Plan, interpret
 from hadagen.plan.space import Space, build_plan, rules_for
@@ -302,16 +300,13 @@ NOT_LEGAL_ON_TURING: list[tuple[str, dict[str, int | str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "changes", "why"), NOT_LEGAL)
-def test_what_is_not_legal_says_why(key: str, changes: dict[str, int | str], why: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "key", "changes", "why"),
+    [*((ARCH, *case) for case in NOT_LEGAL), *((TURING, *case) for case in NOT_LEGAL_ON_TURING)],
+)
+def test_what_is_not_legal_says_why(arch: Arch, key: str, changes: dict[str, int | str], why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
-        build_plan(Problem.parse(key), replace(Knobs(), **changes), ARCH)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("key", "changes", "why"), NOT_LEGAL_ON_TURING)
-def test_what_an_older_arch_lacks_is_said(key: str, changes: dict[str, int | str], why: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(why)):
-        build_plan(Problem.parse(key), replace(Knobs(), **changes), TURING)  # type: ignore[arg-type]
+        build_plan(Problem.parse(key), replace(Knobs(), **changes), arch)  # type: ignore[arg-type]
 
 
 def test_every_reason_that_a_space_gives_has_a_case() -> None:

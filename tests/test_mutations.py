@@ -4,8 +4,6 @@ Each mutation is applied on its own, to kernels that have all kinds of statement
 every place where it fits in the long one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

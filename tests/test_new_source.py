@@ -1,7 +1,5 @@
 """A prologue that no module knows: a tensor like x, a vector of n and a second output, all in this file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Steps that no module knows: a class and a template block are all there is to write, for what a kernel takes too."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -73,8 +71,7 @@ class Quad(Step):
 
 def test_a_step_is_a_class_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.of(1024, DType.FLOAT16)
-    knobs = Knobs(4, mma_carrier="split", butterfly_carrier="fp32")
-    known = build_plan(problem, knobs, ARCH)
+    known = build_plan(problem, Knobs(4, mma_carrier="split", butterfly_carrier="fp32"), ARCH)
     first = known.steps.index(Butterfly(reg(2)))
     assert known.steps[first + 1] == Butterfly(reg(3))
 

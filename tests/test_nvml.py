@@ -1,7 +1,5 @@
 """What NVML tells of a GPU: its class, and what disturbs timings."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import replace
@@ -138,7 +136,6 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def library(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     found = libnvml.open_library(str(stand_in))
-    assert found is not None
     monkeypatch.setattr(libnvml, "open_library", lambda: found)
     ctypes.c_int.in_dll(found, "code").value = 0
     return found
@@ -146,7 +143,6 @@ def library(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
 
 def test_questions_are_those_of_the_package_of_nvidia(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = libnvml.find_gpu("0000:18:00.0", "MIG-2")
-    assert gpu is not None
     monkeypatch.setattr(pynvml, "nvmlLib", library)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     theirs = pynvml.nvmlDeviceGetHandleByPciBusId(b"0000:18:00.0")
@@ -211,7 +207,7 @@ def test_what_nvml_refuses_or_lacks_is_not_known(library: ctypes.CDLL, tmp_path:
     older = re.sub(r"int nvmlDeviceGetEnforced.*\n", "", STAND_IN)
     lacking = ctypes.CDLL(str(compiled(tmp_path, "libolder.so", older, "-shared", "-fPIC")))
     handle = ctypes.c_void_p(1)
-    assert libnvml.NvmlGpu(lacking, handle, handle).power_limit_watts() is None
+    assert libnvml.Gpu(lacking, handle, handle).power_limit_watts() is None
 
 
 # ---- the class of a device, when tuning and when calling -------------------------------------------------------------
@@ -291,8 +287,7 @@ def test_classes_have_trials_and_winners_of_their_own(store: Store, tmp_path: Pa
     limited = replace(tuned, gpu="NVIDIA H200, 450 W", power_limit_watts=450)
     trials = [make_trial(1, environment=tuned), make_trial(2, environment=limited)]
     store.record(*trials)
-    assert store.trials(gpu=tuned.gpu) == trials[:1]
-    assert store.checked()[1].environment == limited
+    assert (store.trials(gpu=tuned.gpu), store.checked()[1].environment) == (trials[:1], limited)
     bundle = Bundle.open(write_trials(tmp_path / "sm90.db", trials))
     assert bundle.gpus() == [tuned.gpu, limited.gpu]
     assert {entry.gpu: entry.knobs["chunks"] for entry in bundle.all_entries()} == {tuned.gpu: 1, limited.gpu: 2}
@@ -445,8 +440,7 @@ def test_a_gpu_that_is_slowed_down_is_noticed_until_it_recovers(bits: int, why: 
 
 
 def test_a_bit_that_is_set_for_a_moment_disturbs_nothing() -> None:
-    gpu = FakeGpu(later=[(0.05, {"reasons": 0})])
-    assert watching(gpu, reasons=libnvml.HW_SLOWDOWN).look() is None
+    assert watching(FakeGpu(later=[(0.05, {"reasons": 0})]), reasons=libnvml.HW_SLOWDOWN).look() is None
 
 
 @pytest.mark.parametrize("bits", [libnvml.SW_POWER_CAP, libnvml.CLOCKS_SETTING, libnvml.SYNC_BOOST, libnvml.GPU_IDLE])

@@ -1,7 +1,5 @@
 """NVRTC through ctypes: the library that is found, what it refuses, and the version that it really is."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

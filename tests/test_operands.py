@@ -1,7 +1,5 @@
 """What kernels take beside x and y, in memory: with it, what is timed again and again stays as large as it is."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

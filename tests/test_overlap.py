@@ -1,7 +1,5 @@
 """Whether sizes and strides hold an element twice, against a count of all places."""
 
-from __future__ import annotations
-
 from itertools import product
 from operator import mul
 

@@ -1,7 +1,5 @@
 """Plans: that they compute the transform, and which are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

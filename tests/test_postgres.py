@@ -3,8 +3,6 @@
 What a store and claims do on both kinds of database is tested in test_store.py, test_claims.py and test_claims.py.
 """
 
-from __future__ import annotations
-
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Presets are the definitions of their projects, behind the rotation in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +11,14 @@ from test_quantize import normal
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from hadagen import Rotation, TensorError, UsageError, hadamard_transform, presets, rotate_quantize
+from hadagen.truth import reference
 from hadagen.truth.quantizer import dequantize, encode_e4m3
 
 SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])  # `get_wgrad_sign_vector`
 
 
 def hadamard(n: int) -> torch.Tensor:
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < n:
-        h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h)
-    return h
+    return torch.from_numpy(reference.hadamard(np.eye(n)))
 
 
 REGULAR = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2
@@ -89,20 +85,7 @@ def scales_of(found: Any, wanted: exact.Quantized) -> Any:
     return exact.decode_e4m3fn(wanted.scales) if found.format.scale == "e4m3" else wanted.scales.astype(np.float32)
 
 
-@pytest.mark.parametrize("rotate", [False, True])
-def test_heads_for_attention(rotate: bool) -> None:
-    x = normal(2, 7, 4, 64).transpose(1, 2)  # [batch, heads, sequence, D], not contiguous
-    codes, scales = presets.fa3_fp8(x, 2, rotate=rotate)
-    assert codes.shape == x.shape
-    assert scales.shape == (2, 2)
-    y = rotated(x, hadamard(64) / 8) if rotate else x.double().numpy()
-    for b in range(2):
-        for head in range(2):
-            of_group = slice(2 * head, 2 * head + 2)
-            wanted = exact.fp8_attention(y[b, of_group].reshape(-1, 64))
-            mine = codes[b, of_group].view(torch.uint8).numpy().reshape(-1, 64)
-            assert np.mean(mine == wanted.codes) > 0.999
-            assert np.isclose(float(scales[b, head]), float(wanted.scales[0]), rtol=1e-6)
+def test_heads_of_zeros_or_without_rows() -> None:
     zeros, ones = presets.fa3_fp8(torch.zeros(1, 2, 3, 8))
     assert not zeros.float().any()
     assert torch.equal(ones, torch.ones(1, 2))
@@ -139,20 +122,6 @@ def test_heads_are_those_of_float32(kv_heads: int | None, rotate: bool, dtype: t
     assert torch.equal(scales, torch.where(is_scaled, largest / peak, 1.0))
     assert scales[0].eq(1).all()
     assert not scales[1:].eq(1).any()
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_heads_compile_without_a_break(dynamic: bool) -> None:
-    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = presets.fa3_fp8((x + 1).transpose(1, 2), 2)
-        return codes.float(), scales
-
-    torch.compiler.reset()  # of one function only so many are kept
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for tokens in (7, 12):
-        x = normal(2, tokens, 4, 64)
-        for mine, wanted in zip(compiled(x), model(x), strict=True):
-            assert torch.equal(mine, wanted)
 
 
 @pytest.mark.parametrize(
@@ -202,25 +171,10 @@ def test_a_default_device_changes_nothing() -> None:
 
 
 def test_values_that_are_not_finite_are_no_error() -> None:
-    x = torch.full((2, 16), torch.inf)
-    assert presets.transformer_engine_nvfp4(x).codes.shape == (2, 8)
+    assert presets.transformer_engine_nvfp4(torch.full((2, 16), torch.inf)).codes.shape == (2, 8)
 
 
 SIGNED = (presets.convrot_int8, presets.convrot_int4, presets.transformer_engine_nvfp4)
-
-
-@pytest.mark.parametrize("preset", [*SIGNED, presets.deepseek_v4_fp4, presets.qutlass_mxfp4])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_presets_compile_without_a_break(preset: Callable[[torch.Tensor], Any], dynamic: bool) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return preset(x + 1).dequantize() + preset(x.flip(0)).dequantize()
-
-    presets._made_signs.cache_clear()
-    torch.compiler.reset()  # of one function only so many are kept
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for columns in (256, 512):
-        x = normal(3, columns)
-        assert torch.equal(compiled(x), model(x))
 
 
 @pytest.mark.parametrize("preset", SIGNED)

@@ -1,7 +1,5 @@
 """Running compilers: in time or not at all, and nothing of them is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

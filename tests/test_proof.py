@@ -1,7 +1,5 @@
 """What is compared with PyTorch of a kernel that was compiled here, without a GPU: see `EmulatedKernel`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +22,21 @@ READ = {
 }
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few elements are compared, on the CPU."""
+    device = torch.device
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr("torch.device", lambda *which: device("cpu"))
+    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
+
+
+def is_right(kind: type[EmulatedKernel], problem: Problem) -> bool:
+    kernel: Any = kind(problem, None, replace(launch_for(problem), tile_elements=problem.unit), [])
+    object.__setattr__(kernel, "device", 0)
+    return proof.is_right(kernel, problem)
+
+
 class Blind(EmulatedKernel):
     """Does not read one of its operands."""
 
@@ -34,23 +47,11 @@ class Blind(EmulatedKernel):
         return found | {self.unread: found[self.unread] * 0}
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device
-    monkeypatch.setattr("torch.device", lambda *which: device("cpu"))
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
-
-
 @pytest.mark.parametrize("unread", READ)
 def test_every_operand_is_compared(unread: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blind, "unread", unread)
     problem = Problem.parse(READ[unread])
-    spec = replace(launch_for(problem), tile_elements=problem.n)
-    for kind, right in ((EmulatedKernel, True), (Blind, False)):
-        kernel: Any = kind(problem, None, spec, [])
-        object.__setattr__(kernel, "device", 0)
-        assert proof.is_right(kernel, problem) is right
+    assert (is_right(EmulatedKernel, problem), is_right(Blind, problem)) == (True, False)
 
 
 class FirstHead(EmulatedKernel):
@@ -64,11 +65,7 @@ class FirstHead(EmulatedKernel):
 @pytest.mark.parametrize("key", ["n64-float16-to-fp8_head-accurate", "n64-float16-to-fp8_head_fa3_rounded-accurate"])
 def test_scales_of_heads_are_compared(key: str) -> None:
     problem = Problem.parse(key)
-    spec = replace(launch_for(problem), tile_elements=problem.n)
-    for kind, right in ((EmulatedKernel, True), (FirstHead, False)):
-        kernel: Any = kind(problem, None, spec, [])
-        object.__setattr__(kernel, "device", 0)
-        assert proof.is_right(kernel, problem) is right
+    assert (is_right(EmulatedKernel, problem), is_right(FirstHead, problem)) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -86,17 +83,14 @@ def test_scales_of_heads_are_compared(key: str) -> None:
 def test_large_values_are_compared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right kernels are found right, and those whose sums overflow are not."""
     problem = Problem.parse(key)
-    spec = replace(launch_for(problem), tile_elements=problem.unit)
-    kernel: Any = EmulatedKernel(problem, None, spec, [])
-    object.__setattr__(kernel, "device", 0)
-    assert proof.is_right(kernel, problem)
+    assert is_right(EmulatedKernel, problem)
 
     def overflowing(problem: Problem, x: Any, *others: Any) -> Any:
         with np.errstate(invalid="ignore"):
             return transform(problem, np.where(np.abs(x) > 2.0**13, np.inf, x), *others)
 
     monkeypatch.setattr("emulated_device.transform", overflowing)
-    assert not proof.is_right(kernel, problem)
+    assert not is_right(EmulatedKernel, problem)
 
 
 def test_rows_without_operands_are_compared_as_before() -> None:

@@ -1,7 +1,5 @@
 """`rotate_quantize`: the rotation and the quantizer are those of the parts; operators, shapes, and bad input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -323,24 +321,18 @@ def test_results_lie_as_x_does(name: str, permuted: Callable[[torch.Tensor], tor
 def test_largest_magnitudes(
     moved: Callable[[torch.Tensor], torch.Tensor], group: int | None, round_first: bool
 ) -> None:
-    """Of rows, or of groups; compiled code and out have them too."""
+    """Of rows, or of groups; out has them too."""
     x = moved(normal(2, 3, 5, N))
     options = {"to": "largest", "group": group, "round_first": round_first}
     values = R(x.float()).to(x.dtype if round_first else torch.float32).float().abs()
     wanted = values.unflatten(-1, (-1, group)).amax(-1) if group else values.amax(-1)
     found = rotate_quantize(x, R, **options)
-    assert found.codes.shape == (*x.shape[:-1], 0)
-    assert found.codes.dtype == torch.uint8
+    assert (found.codes.shape, found.codes.dtype) == ((*x.shape[:-1], 0), torch.uint8)
     assert found.scales.dtype == torch.float32
     assert torch.equal(found.scales, wanted)
     out = rotate_quantize(torch.zeros_like(x), R, **options)
     assert rotate_quantize(x, R, out=out, **options).scales is out.scales
     assert torch.equal(out.scales, wanted)
-    torch.compiler.reset()  # of one function only so many are kept
-    compiled = torch.compile(lambda x: rotate_quantize(x, R, **options)[:2], fullgraph=True, backend="aot_eager")
-    codes, scales = compiled(x)
-    assert codes.shape == found.codes.shape
-    assert torch.equal(scales, wanted)
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-head", "nvfp4"])
@@ -410,7 +402,7 @@ def test_finite_values_stay_finite(name: str, rule: str, layout: str, dtype: tor
 @pytest.mark.parametrize("leading", [1, 2, 3])
 @pytest.mark.parametrize("moved", [lambda x: x, *PERMUTED])
 def test_scales_of_heads(moved: Callable[[torch.Tensor], torch.Tensor], leading: int, rule: str) -> None:
-    """Each head is quantized as if it were a tensor; compiled code does the same."""
+    """Each head is quantized as if it were a tensor."""
     x = moved(normal(2, 3, 5, N))
     shape = x.shape[:leading]
     given = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * (8.0 if rule == "fa3" else 0.02)
@@ -428,15 +420,6 @@ def test_scales_of_heads(moved: Callable[[torch.Tensor], torch.Tensor], leading:
             plain = rotate_quantize(part, R, to="fp8-tensor", tensor_scale=float(one), round_first=True)
             assert torch.equal(plain.codes.view(torch.uint8), alone.codes.view(torch.uint8))
             assert torch.equal(plain.dequantize(), alone.dequantize())
-
-    def model(x: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        quantized = rotate_quantize(x, R, to="fp8-head", rule=rule, tensor_scale=given, round_first=True)
-        return quantized.codes, quantized.dequantize()
-
-    torch.compiler.reset()  # of one function only so many are kept
-    codes, values = torch.compile(model, fullgraph=True, backend="aot_eager")(x, given)
-    assert torch.equal(codes.view(torch.uint8), found.codes.view(torch.uint8))
-    assert torch.equal(values, found.dequantize())
 
 
 @pytest.mark.parametrize("shape", [(0, 3, N), (2, 0, N)])
@@ -481,15 +464,6 @@ def test_permuted_rows_compile(dynamic: bool, backend: str) -> None:
         for mine, wanted in zip(compiled(x), model(x), strict=True):
             assert torch.equal(mine, wanted)
             assert mine.stride() == wanted.stride()
-
-
-def test_it_compiles_without_a_break() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        first = rotate_quantize(x + 1, R, to="mxfp4", layout="swizzled")
-        return first.dequantize() + rotate_quantize(x, 64, to="int8-row").dequantize()
-
-    x = normal(7, N)
-    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
 
 
 @pytest.mark.parametrize("as_scale", [float, torch.tensor])
@@ -537,7 +511,6 @@ def test_gradients_are_those_of_the_rotation_but_where_values_are_clipped(name: 
     elif rule in ("floor", "even"):  # whose scales may be too small for the largest
         scales = torch.exp2(found.scales.float() - 127).repeat_interleave(32, -1)
         kept = (y.abs() / scales <= {"mxfp8": 464, "mxfp4": 7}[name]).float()
-    assert x.grad is not None
     assert torch.allclose(x.grad, R.inverse(g * kept) * 0.5, atol=1e-6)
 
 

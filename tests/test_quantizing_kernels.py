@@ -1,7 +1,5 @@
 """Kernels that quantize, on the emulator: the codes and scales of the quantizer in PyTorch, bit for bit."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -39,7 +37,6 @@ def form(name: str, rule: str, group: int = 0, layout: str = "row-major", rounde
 
 def source(problem: Problem, **wanted: Any) -> Source:
     knobs = Space(problem, ARCH).closest(Knobs(**{"min_blocks": 1, **wanted}))
-    assert knobs is not None
     return render(build_plan(problem, knobs, ARCH))
 
 
@@ -53,7 +50,7 @@ def emulated(
     **operands: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of x, [rows, columns], as `quantize` returns them. of_call: `given` by default."""
-    to = form_of(problem)
+    to = problem.io.form
     of_call = given(to, len(x)) if of_call is None else of_call
     codes, scales = quantize(torch.zeros(x.shape), to, x.dtype, of_call)  # for their shapes
     codes.view(torch.uint8).fill_(POISON)
@@ -72,14 +69,8 @@ def emulated(
         operands=operands,
         outputs={} if to.group == TENSOR else {"scales": (memory, x.shape[0] * in_row * scales.element_size())},
     )
-    assert report.complaint == ""
-    assert report.uninitialized_reads == 0
+    assert (report.complaint, report.uninitialized_reads) == ("", 0)
     return codes, scales
-
-
-def form_of(problem: Problem) -> Format:
-    assert problem.io.form is not None
-    return problem.io.form
 
 
 def all_bytes(tensor: torch.Tensor) -> Any:
@@ -114,7 +105,7 @@ def check(
     of_call: torch.Tensor | None = None,
 ) -> None:
     """Compare with the quantizer of rotated values, float32 [rows, columns]; every NaN is as good as another."""
-    to = form_of(problem)
+    to = problem.io.form
     of_call = given(to, len(y)) if of_call is None else of_call
     codes, scales = quantize(y.to(dtype).float() if to.rounded else y, to, dtype, of_call)
     same = unsigned_zeros(found[0], to) == unsigned_zeros(codes, to)
@@ -183,10 +174,8 @@ def test_rotated_values_up_to_the_largest() -> None:
         y = torch.from_numpy(hadamard(x.double().view(-1, n).numpy())).view(-1, columns).float()
         found = emulated(problem, kernel, module, x)
         check(problem, found, y, dtype)
-        scales = (
-            found[1].view(torch.uint8) == 0xFF if form_of(problem).scale == "e8m0" else ~found[1].float().isfinite()
-        )
-        assert not scales.any() or form_of(problem).group == TENSOR, problem.key
+        scales = found[1].view(torch.uint8) == 0xFF if problem.io.form.scale == "e8m0" else ~found[1].float().isfinite()
+        assert not scales.any() or problem.io.form.group == TENSOR, problem.key
 
 
 @pytest.mark.parametrize("n", [1, 64])
@@ -198,7 +187,7 @@ def test_a_scale_of_zero(n: int) -> None:
     kernels = [source(problem) for problem in problems]
     module = compile_host(kernels)
     for problem, kernel in zip(problems, kernels, strict=True):
-        to, dtype = form_of(problem), TYPES[problem.io.input.value]
+        to, dtype = problem.io.form, TYPES[problem.io.input.value]
         limits = torch.finfo(dtype)
         x = torch.zeros(24, 256)
         x[4:12:2, ::64] = torch.tensor([[1.0], [-limits.max], [limits.smallest_normal * limits.eps], [torch.inf]])
@@ -331,7 +320,7 @@ def test_few_accurate_codes_differ_from_those_of_exact_values() -> None:
         kernel = source(problem, chunks=4, warps=4, low_bits="mma", mma_carrier=carrier)
         x = torch.randn(16, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
         y = transform(problem, x.double().numpy().reshape(-1, 256), 1 / 16, {}).reshape(x.shape)
-        codes, _ = quantize(torch.from_numpy(y).float(), form_of(problem), x.dtype, None)
+        codes, _ = quantize(torch.from_numpy(y).float(), problem.io.form, x.dtype, None)
         found, _ = emulated(problem, kernel, compile_host([kernel]), x, 1 / 16)
         differing[numerics] = float((codes != found).float().mean())
     assert differing["accurate"] < 1e-4 < 1e-3 < differing["fast"]

@@ -1,7 +1,5 @@
 """Near-ties are raced, and a race decides which kernel wins and by how much."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import replace
 from types import SimpleNamespace
@@ -56,7 +54,6 @@ def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
     raced = [event for event in events if isinstance(event, PairRaced)]
     assert report.raced == sum(len(event.margins) for event in raced) > 0
     for a, b, cells in runner.races:
-        assert b.kernel
         assert a.kernel.cubin
         assert a.problem == b.problem
         assert {(cell.elements, cell.cache) for cell in cells} <= set(CELLS)
@@ -105,8 +102,7 @@ def test_those_are_raced_that_come_first_by_the_score_that_names_winners(store: 
         store.record(make_trial(chunks, problem=problem, timings=tuple(there)))
     runner = RacingRunner()
     assert list(race_near_ties(store.trials(blobs=False), store, runner))
-    met = [{a.knobs["chunks"], b.knobs["chunks"]} for a, b, _ in runner.races]
-    assert met == [{4, 8}]
+    assert [{a.knobs["chunks"], b.knobs["chunks"]} for a, b, _ in runner.races] == [{4, 8}]
     assert [sorted(cell.cache for cell in cells) for *_, cells in runner.races] == [[Cache.COLD, Cache.HOT]]
 
 
@@ -138,8 +134,7 @@ def test_trials_of_another_process_that_came_before_a_race_are_raced(store: Stor
             first.append(event)
             assert tune(options(store, RacingRunner(), trials=2 * TRIALS)).raced
 
-    runner = RacingRunner()
-    assert tune(options(store, runner), other_process).raced > 0
+    assert tune(options(store, RacingRunner()), other_process).raced > 0
 
 
 def test_trials_that_come_during_a_race_are_raced_by_the_next_run(store: Store) -> None:

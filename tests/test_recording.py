@@ -1,7 +1,5 @@
 """Recordings: every legal variant within cut ranges, kept as it is measured, read back, and searched again."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
@@ -182,8 +180,7 @@ def test_an_interrupted_recording_goes_on_where_it_was(tmp_path: Path, after: in
     whole = read_all(record(options(tmp_path / "whole")))
     first = record(options(tmp_path / "parts", Interrupted(after)))
     assert first.interrupted
-    part = next((tmp_path / "parts").glob("*.part"))
-    with part.open("a") as file:
+    with next((tmp_path / "parts").glob("*.part")).open("a") as file:
         file.write('{"knobs": [1, 2')  # a line that was cut off
     second = record(options(tmp_path / "parts"))
     assert not second.interrupted
@@ -522,11 +519,9 @@ def test_a_curve_says_what_was_found_when() -> None:
         assert curve([field], [[order]]).values == pytest.approx(expected)
     together = [geometric_mean(each) for each in zip(*values, strict=True)]
     assert curve([field], [orders]).values == pytest.approx(together)
-    short = Field.of(replace(recording, cells=cells, trials=tuple(trials[:2])))
-    both = curve([field, short], [[[]], [[]]])
+    both = curve([field, Field.of(replace(recording, cells=cells, trials=tuple(trials[:2])))], [[[]], [[]]])
     worst = [12**-0.5, 4**-0.5]  # and so it stays where a search finds nothing, of the shorter one too
-    assert both.at_budget == pytest.approx(worst)
-    assert both.values == pytest.approx([geometric_mean(worst)] * 3)
+    assert (both.at_budget, both.values) == (pytest.approx(worst), pytest.approx([geometric_mean(worst)] * 3))
 
 
 @pytest.mark.parametrize(("variants", "budget"), [(59, 59), (61, 60), (600, 60), (601, 61), (6000, 600)])
@@ -553,8 +548,7 @@ def test_a_search_is_judged_by_the_best_of_knobs_that_are_gone_too() -> None:
     faster = tuple(replace(timing, us=timing.us / 2) for timing in best.timings)
     former = replace(best, knobs={**best.knobs, "store": "streaming"}, timings=faster)
     judged = Field.of(replace(field.recording, former=(former,)))
-    assert judged.trials == field.trials
-    assert judged.best == {**field.best, **times_of(former)}
+    assert (judged.trials, judged.best) == (field.trials, {**field.best, **times_of(former)})
     assert judged.worst == field.worst
 
 
@@ -636,8 +630,7 @@ def test_of_two_recordings_of_a_problem_none_is_exported(files: list[Path], tmp_
 def test_bad_usage_of_a_replay_is_a_sentence(files: list[Path], tmp_path: Path) -> None:
     assert sentence(run("dev", "replay", *files, "--seeds", "0"), 2) == "--seeds 0 is not supported; give 1 to 1000"
     assert "cannot be read: No such file" in sentence(run("dev", "replay", tmp_path / "absent"), 1)
-    other = small_field().recording
-    write_recording(replace(other, environment=replace(GPU, gpu="Another")), files[0])
+    write_recording(replace(small_field().recording, environment=replace(GPU, gpu="Another")), files[0])
     said = sentence(run("dev", "replay", *files), 2)
     assert said == "the recordings come from several devices (Another, Test GPU); replay the recordings of one device"
     (tmp_path / "file").touch()

@@ -1,7 +1,5 @@
 """What is added to winners between the counts that they were tuned at, with kernels that take what a formula says."""
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,8 +131,7 @@ def test_what_is_for_gpus_that_hold_no_large_clusters_ends_no_gap() -> None:
     bench.tune([128, 256, 384, 512])
     assert bench.refine() == {}
     assert bench.looked_at == [[181, 313, 443]]
-    selection = portfolio(bench.store.trials())
-    assert [trial.knobs["chunks"] for trial in selection.values()] == [0, 1] * 4
+    assert [trial.knobs["chunks"] for trial in portfolio(bench.store.trials()).values()] == [0, 1] * 4
 
 
 def test_where_calls_change_kernels_is_looked_at_though_the_same_wins_around() -> None:
@@ -251,8 +248,7 @@ def test_where_all_kernels_are_wrong_by_now_nothing_wins() -> None:
     bench = tuned([waves(264, 7.0), lambda rows: 0.03 * rows], [256, 384])
     bench.endings = dict.fromkeys((0, 1), Outcome.WRONG_ANSWER)
     bench.run()
-    assert bench.winners() == {}
-    assert len(bench.rounds) == 1
+    assert (bench.winners(), len(bench.rounds)) == ({}, 1)
     assert refine([bench.problem], bench.store, "sm90", H100, bench.measure) == []
 
 
@@ -339,8 +335,7 @@ def test_no_more_compete_than_are_allowed_and_the_winners_do_first(few: int) -> 
     bench = tuned([lambda rows: 1.01, *(lambda rows, best=best: 1.0 if rows == best else 2.0 for best in rows)], rows)
     assert set(bench.winners().values()) == {0}
     bench.refine()
-    assert len(bench.rounds[0][1]) == few
-    assert bench.rounds[0][1][0] == 0
+    assert (len(bench.rounds[0][1]), bench.rounds[0][1][0]) == (few, 0)
 
 
 def test_all_that_win_compete(few: int) -> None:
@@ -455,6 +450,5 @@ def test_past_the_deadline_nothing_is_timed_and_the_next_run_goes_on(monkeypatch
     assert run(0.0) == [4, 4]
     assert bench.rounds == []
     assert run(0.5) == [4, 4 + 3 * 2]
-    assert bench.winners() == before
-    assert len(bench.rounds) == 1
+    assert (bench.winners(), len(bench.rounds)) == (before, 1)
     assert bench.refine() == dict.fromkeys((215, 269, 443), 1)

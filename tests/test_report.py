@@ -1,7 +1,5 @@
 """Reports: their numbers, the page, what a browser makes of it, and what is said where there is none."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -103,8 +101,7 @@ def test_a_score_is_the_best_time_of_the_problem_divided_by_the_trials_own() -> 
     found = [each.scores for each in search.trials]
     # Cold times count where data is too large for L2, hot times where it is not.
     assert found[0] == pytest.approx({ALL: 0.5, "latency": 0.25, "L2": 1.0})
-    assert found[1] == pytest.approx({ALL: 1.0, "latency": 1.0, "L2": 1.0})
-    assert found[2] == {}
+    assert (found[1], found[2]) == (pytest.approx({ALL: 1.0, "latency": 1.0, "L2": 1.0}), {})
 
 
 def test_searches_on_several_gpus_are_told_apart() -> None:
@@ -148,8 +145,7 @@ def test_knobs_of_one_value_and_searches_of_few_trials_have_no_effects() -> None
 def test_a_curve_has_best_possible_over_best_so_far_after_each_trial() -> None:
     (search,) = searches(trials_of([None, 4.0, 8.0, 2.0, None, 3.0]))
     curve = curves.curve_of(search)
-    assert curve.fractions == pytest.approx((0.25, 0.5, 0.5, 1.0, 1.0, 1.0))
-    assert curve.trials_to_near == 4
+    assert (curve.fractions, curve.trials_to_near) == (pytest.approx((0.25, 0.5, 0.5, 1.0, 1.0, 1.0)), 4)
     assert curve.steps() == ([1, 2, 4, 6], [pytest.approx(0.25), pytest.approx(0.5), pytest.approx(1.0), 1.0])
 
 
@@ -159,8 +155,7 @@ def test_the_mean_of_curves_is_geometric_and_one_that_ended_counts_as_1() -> Non
     found = [curve for search in (one, two) if (curve := curves.curve_of(search))]
     mean = curves.mean_curve(found)
     assert mean == pytest.approx([geometric_mean([0.25, 0.5]), geometric_mean([1, 0.5]), geometric_mean([1, 0.5]), 1])
-    assert curves.median_trials_to_near(found) == 3
-    assert curves.curves(searches(trials_of([None, None]))) == []
+    assert (curves.median_trials_to_near(found), curves.curves(searches(trials_of([None, None])))) == (3, [])
 
 
 def test_speed_over_n_is_the_mean_of_each_regime() -> None:
@@ -196,8 +191,7 @@ def test_estimates_without_a_size_of_l2_have_the_regime_of_the_time_that_decided
 
 
 def test_winners_are_those_of_a_bundle() -> None:
-    trials = tuple(sample_trials())
-    winners = winners_of(trials)
+    winners = winners_of(tuple(sample_trials()))
     assert {entry.problem.key for entry in winners} == set(KEYS)
     assert all(entry.knobs["warps"] == 8 and entry.elements in element_buckets(entry.problem) for entry in winners)
     assert {(row.cache, row.elements) for row in facts.winner_rows(winners)} == {
@@ -411,4 +405,5 @@ def test_without_bokeh_the_extra_is_named(database: Path, tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "bokeh.document", None)
     monkeypatch.setitem(sys.modules, "bokeh.layouts", None)
     said = sentence(run("report", database, "-o", tmp_path / "out.html"), 1)
-    assert said == "the Python package bokeh is not installed; install it with: pip install 'hadagen[report]'"
+    how = "install it with: pip install '.[report]' in a checkout of hadagen"
+    assert said == f"the Python package bokeh is not installed; {how}"

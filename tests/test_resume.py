@@ -1,13 +1,10 @@
 """A search that is killed or disturbed goes on where it was: nothing reported is lost, nothing is tried twice."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import sqlite3
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -25,17 +22,18 @@ from running import interruptible
 from sqlalchemy import Engine, event
 from test_races import RacingRunner
 from test_runners import GPU as STAND_IN
-from test_runners import kernel, variants
+from test_runners import FakeService, kernel, variants
 
 from hadagen.cli.progress import State
 from hadagen.errors import DeviceError, DisturbedError, StorageError
 from hadagen.measure import Cell, DeviceRunner, Variant
-from hadagen.measure.messages import Answer, Compare, Comparison, Look, Measure, Race, Rank, Ranking
+from hadagen.measure.messages import Compare, Comparison, Look, Race, Rank, Ranking
+from hadagen.measure.watch import Watch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space
 from hadagen.problem.launch import Source
 from hadagen.problem.problem import Problem
-from hadagen.problem.trial import Disturbed, NotTried, Outcome, Timing, Trial, knobs_key
+from hadagen.problem.trial import Disturbed, NotTried, Outcome, Trial, knobs_key
 from hadagen.tuner import pipeline
 from hadagen.tuner.events import (
     Event,
@@ -73,8 +71,7 @@ def test_a_killed_search_ends_like_one_that_was_not(tmp_path: Path, where: str, 
     log.write_text("")
     assert search_and_die(database, log) == 2 * TRIALS
     after = recorded(database)
-    assert len(after) == 2 * TRIALS
-    assert after[: len(before)] == before
+    assert (len(after), after[: len(before)]) == (2 * TRIALS, before)
     measured = log.read_text().splitlines()
     assert len(lines(after)) == len(after)
     assert set(measured) <= lines(after[len(before) :])
@@ -124,8 +121,7 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(store: Store) -> None:
             if len(reported) == 4:
                 raise KeyboardInterrupt
 
-    report = tune(options(store, FakeRunner()), listen)
-    assert report.stopped == "interrupted"
+    assert tune(options(store, FakeRunner()), listen).stopped == "interrupted"
     kept = {knobs_key(trial.knobs) for trial in store.trials(blobs=False)}
     assert len(reported) >= 4
     assert kept == set(reported)
@@ -252,8 +248,7 @@ class Mortal:
 def test_what_a_compiler_died_for_is_tried_again(store: Store) -> None:
     said: list[Event] = []
     report = tune(options(store, FakeRunner(), build=Mortal(64, deaths=2)), said.append)
-    assert report.outcomes == {Outcome.OK: TRIALS}
-    assert report.finished == TRIALS
+    assert (report.outcomes, report.finished) == ({Outcome.OK: TRIALS}, TRIALS)
     again = Counter(event.knobs for event in said if isinstance(event, VariantNotTried))
     assert set(again.values()) == {2}
     assert {knobs.warps for knobs in again} == {2}
@@ -280,8 +275,7 @@ def test_what_a_runner_cannot_try_is_tried_again(store: Store) -> None:
             return NotTried("c++ was killed by signal 9")
 
     runner = Dying()
-    report = tune(options(store, runner))
-    assert report.outcomes == {Outcome.OK: TRIALS}
+    assert tune(options(store, runner)).outcomes == {Outcome.OK: TRIALS}
     assert len(store.trials()) == TRIALS
     assert len(runner.asked) == 2 * len(runner.died)
 
@@ -290,14 +284,14 @@ def test_what_a_runner_cannot_try_is_tried_again(store: Store) -> None:
 BUSY = Disturbed("process 12 (python3) uses the GPU, 97 % of the time", "stop it, or choose another GPU")
 
 
-class FakeService:
-    """A kernel named "busy 2" finds the GPU busy twice, and so does a race that has it first; "hang" never ends. A new
-    process finds device 1 busy."""
+class BusyService(FakeService):
+    """A kernel named "busy 2" finds the GPU busy twice, and so does a race that has it first. A new process finds
+    device 1 busy."""
 
-    def __init__(self, watch: object, device_index: int, *_: object) -> None:
+    def __init__(self, watch: Watch, device_index: int, *_: object) -> None:
+        super().__init__(watch, device_index)
         self._is_busy = device_index == 1
         self._asked: Counter[str] = Counter()
-        self.greeting = STAND_IN
 
     def handle(self, request: Any) -> Any:
         if isinstance(request, Look):
@@ -307,19 +301,8 @@ class FakeService:
         if isinstance(request, Rank):
             return Ranking((), (), BUSY)
         entry = request.a.entry if isinstance(request, Race) else request.kernel.entry
-        name, _, often = entry.partition(" ")
-        if name == "hang":
-            time.sleep(1e6)
         self._asked[entry] += 1
-        if self._asked[entry] <= int(often or 0):
-            return BUSY
-        if isinstance(request, Race):
-            return [(1.0, 2.0) for _ in request.cells]
-        assert isinstance(request, Measure)
-        return Answer(Outcome.OK, "", {"normal": 2e-4}, (Timing(*CELL, 1.0, 1.0, 1.0, 1.0),))
-
-    def is_usable(self) -> bool:
-        return True
+        return BUSY if self._asked[entry] <= int(entry.partition(" ")[2] or 0) else super().handle(request)
 
 
 @pytest.fixture(autouse=True)
@@ -329,7 +312,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def runner() -> Iterator[DeviceRunner]:
-    with DeviceRunner(0, [kernel("copy")], timeout_s=10.0, make_service=FakeService) as made:
+    with DeviceRunner(0, [kernel("copy")], timeout_s=10.0, make_service=BusyService) as made:
         yield made
 
 
@@ -361,7 +344,7 @@ def test_a_kernel_that_takes_too_long_while_others_run_has_not_hung(
     device: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hadagen.measure.runner._PAUSES_S", ())
-    with DeviceRunner(device, [kernel("copy")], make_service=FakeService) as made:
+    with DeviceRunner(device, [kernel("copy")], make_service=BusyService) as made:
         _ = made.environment
         made._timeout_s = 1.0
         assert kinds(made.run(variants("hang"))) == [kind]
@@ -410,8 +393,7 @@ class BusyRunner(FakeRunner):
 
 def test_a_search_times_again_what_a_busy_gpu_prevented(store: Store) -> None:
     said: list[Event] = []
-    report = tune(options(store, BusyRunner(2)), said.append)
-    assert report.outcomes == {Outcome.OK: TRIALS}
+    assert tune(options(store, BusyRunner(2)), said.append).outcomes == {Outcome.OK: TRIALS}
     assert len(store.trials()) == TRIALS
     (note,) = {(event.reason, event.advice) for event in said if isinstance(event, VariantNotTried)}
     assert note == (BUSY.reason, BUSY.advice)

@@ -1,7 +1,5 @@
 """`torch.ops.hadagen.rotate`: what torch.compile, autograd and torch.func make of a rotation. No GPU needed."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import torch
 from test_rotation import NAMED, some_signs
 from test_runtime import normal
-from test_runtime_operator import compiled, dual, jvp
+from test_runtime_operator import R, compiled
 
 from hadagen import Rotation
 from hadagen.errors import TensorError
@@ -18,11 +16,8 @@ from hadagen.runtime.named import named_matrix, named_on, stored_matrix
 from hadagen.runtime.rotate_arguments import pack_signs
 from hadagen.runtime.rotate_operator import ROTATE, RotateArguments
 
-# Neither symmetric; with other signs on each side, so that a transposed rotation is told from the rotation.
 SIGNS = {"signs": some_signs(40), "signs_after": some_signs(40, seed=1)}
-R = Rotation(40, "dao", k=20, **SIGNS)
 REGULAR = Rotation(64, "regular", block=16, signs=some_signs(16))
-M = R.matrix()
 NOTHING = {"matrices": None, "orders": [], "signs": None, "signs_after": None}
 
 
@@ -59,12 +54,6 @@ def test_every_check_of_an_operator(
     torch.library.opcheck(ROTATE.in_place, (x.clone(), *options), **tolerances)
     if not requires_grad:
         torch.library.opcheck(ROTATE.into, (x, *options[:-1], x.clone(), True), **tolerances)
-
-
-def test_autocast_leaves_the_type() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for dtype in (torch.float16, torch.float32, torch.float64):
-            assert R(normal(3, 40, dtype=dtype)).dtype == dtype
 
 
 def test_fake_tensors_and_those_without_memory() -> None:
@@ -185,19 +174,6 @@ def test_derivatives(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     torch.testing.assert_close(twice, jacobian.T @ jacobian)
 
 
-@pytest.mark.parametrize("mode", ["new", "in place", "into"])
-def test_a_write_is_known_to_autograd(mode: str) -> None:
-    for x in (normal(3, 40), normal(40, 3).t()):
-        product = x * normal(3, 40, seed=1).requires_grad_()
-        with torch.no_grad():
-            R(x, inplace=mode == "in place", out=x if mode == "into" else None)
-        if mode == "new":
-            product.sum().backward()
-        else:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                product.sum().backward()
-
-
 def test_what_has_no_derivative_is_refused() -> None:
     x = normal(2, 40).requires_grad_()
     with pytest.raises(TensorError, match="out= has no derivative"):
@@ -207,30 +183,6 @@ def test_what_has_no_derivative_is_refused() -> None:
 
 
 # ---- torch.func ------------------------------------------------------------------------------------------------------
-def in_place(x: torch.Tensor) -> torch.Tensor:
-    return R(x * 1, inplace=True)
-
-
-@pytest.mark.parametrize("function", [R, in_place])
-def test_transforms_of_functions(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    x, other = normal(3, 40), normal(3, 40, seed=1)
-    close = torch.testing.assert_close
-    close(torch.func.grad(lambda x: (function(x) * other).sum())(x), other @ M.T)
-    close(torch.func.jvp(function, (x,), (other,))[1], other @ M)
-    close(torch.func.jacrev(function)(x[0]), M.T)
-    close(torch.func.jacfwd(function)(x[0]), M.T)
-    close(torch.func.hessian(lambda x: function(x).pow(3).sum())(x[0]), 6 * M * (x[0] @ M) @ M.T)
-    close(torch.vmap(torch.func.grad(lambda x: function(x).pow(3).sum()))(x), 3 * (x @ M) ** 2 @ M.T)
-
-
-@pytest.mark.parametrize("in_dim", [0, 1, 2])
-@pytest.mark.parametrize("function", [R, in_place])
-def test_a_batch_in_any_dimension(function: Callable[[torch.Tensor], torch.Tensor], in_dim: int) -> None:
-    x = normal(40, 40, 40)
-    wanted = torch.stack([part @ M for part in x.unbind(in_dim)], in_dim)
-    torch.testing.assert_close(torch.vmap(function, in_dim, in_dim)(x), wanted)
-
-
 def test_a_batch_of_operands_is_refused() -> None:
     x = normal(40)
     for change in ("signs", "matrices"):
@@ -245,55 +197,6 @@ def test_a_batch_of_operands_is_refused() -> None:
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
-def test_compile_once_for_all_row_counts() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        first = R(x * 2, numerics="fast") + 1
-        R(first, inplace=True)
-        return R.inverse(first, out=y) + first
-
-    counter = CompileCounterWithBackend("aot_eager")
-    call = compiled(model, counter, dynamic=True)
-    for rows in (2, 3, 50):
-        x, ours, theirs = normal(rows, 40), normal(rows, 40), normal(rows, 40)
-        torch.testing.assert_close(call(x, ours), model(x, theirs))
-        torch.testing.assert_close(ours, theirs)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_compile_gradients(inplace: bool) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(40, 40), Rotation(40, "dao", k=20, **SIGNS)).double()
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return model[1](model[0](x), inplace=inplace).pow(3).sum()
-
-    x = normal(3, 40).requires_grad_()
-    ours, theirs = (torch.autograd.grad(call(x), [x, model[0].weight]) for call in (compiled(loss), loss))
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("derivative", [dual, jvp])
-def test_compile_tangents(derivative: Any, backend: str) -> None:
-    x, tangent = normal(3, 40), normal(3, 40, seed=1)
-    call = compiled(lambda x, tangent: derivative(lambda y: R(y) + y.sin(), x, tangent), backend)
-    torch.testing.assert_close(call(x, tangent), tangent @ M + tangent * x.cos())
-
-
-def test_views_into_conjugates() -> None:
-    z = torch.randn(4, 40, dtype=torch.complex64)
-    wanted = (-z.imag.double() @ M).float()
-    x, y = z.clone().conj().imag, z.clone().conj().imag
-    assert x.is_neg()
-    torch.testing.assert_close(R(x), wanted)
-    R(x, out=y)
-    torch.testing.assert_close(y, wanted)
-    torch.testing.assert_close(R(x, inplace=True), wanted)
-
-
 def test_torch_fx_traces_a_module() -> None:
     model = torch.nn.Sequential(Rotation(40, "dao", k=20, **SIGNS), torch.nn.ReLU())
     x = normal(3, 40)
@@ -308,11 +211,3 @@ def test_torch_jit_traces_a_module(given: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), rotation).double()
     x = normal(7, 40)
     assert torch.equal(torch.jit.trace(model, normal(3, 40))(x), model(x))
-
-
-def test_export() -> None:
-    rows = torch.export.Dim("rows", min=2)
-    program = torch.export.export(R, (normal(3, 40),), dynamic_shapes=({0: rows},), strict=False)
-    x = normal(7, 40)
-    torch.testing.assert_close(program.module()(x), R(x))
-    assert "hadagen.rotate.default" in program.graph_module.code

@@ -1,7 +1,5 @@
 """What runs trials: a worker process and its runner, and the replay of what was recorded."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -150,8 +148,7 @@ def test_trials_are_yielded_one_ahead(runner: DeviceRunner) -> None:
             drawn.append(i)
             yield variant
 
-    seen = [list(drawn) for _ in runner.run(lazily())]
-    assert seen == [[0, 1], [0, 1, 2], [0, 1, 2]]
+    assert [list(drawn) for _ in runner.run(lazily())] == [[0, 1], [0, 1, 2], [0, 1, 2]]
 
 
 def test_leaving_a_run_early_does_not_mix_up_answers(runner: DeviceRunner) -> None:

@@ -1,7 +1,5 @@
 """`hadamard_transform` in plain PyTorch, and its checks. No GPU needed."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -269,7 +267,9 @@ def test_inference_tensors() -> None:
 
 # ---- the package -----------------------------------------------------------------------------------------------------
 def test_the_package_offers_what_it_says() -> None:
-    assert set(hadagen.__all__) <= set(dir(hadagen))
+    assert {name for name in dir(hadagen) if name[0] != "_"} == {*hadagen.__all__, "compat", "errors", "presets"}
+    presets = hadagen.presets
+    assert {name for name in dir(presets) if name[0] != "_"} == set(presets.__all__)
     for name in (*hadagen.__all__, "__version__"):
         assert getattr(hadagen, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

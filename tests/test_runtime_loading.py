@@ -1,7 +1,5 @@
 """Cubin, recipe or PTX: what of an entry is loaded, and what is compared with PyTorch first."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -59,14 +57,14 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    monkeypatch.setattr(loading.driver, "load", machine.load)
-    monkeypatch.setattr(loading.driver, "driver_version", lambda: "580")
-    monkeypatch.setattr(loading.driver, "unload", machine.unload)
-    monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
-    monkeypatch.setattr(recipes, "image_of", machine.image_of)
-    monkeypatch.setattr(recipes, "_roots", [tmp_path / "cache"])
-    monkeypatch.setattr(loading, "is_right", machine.is_right)
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    for module, names in {
+        loading.driver: {"load": machine.load, "driver_version": lambda: "580", "unload": machine.unload},
+        torch.cuda: {"device": lambda index: nullcontext(), "is_current_stream_capturing": lambda: False},
+        recipes: {"image_of": machine.image_of, "_roots": [tmp_path / "cache"]},
+        loading: {"is_right": machine.is_right},
+    }.items():
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
     return machine
 
 
@@ -90,31 +88,47 @@ def made_for(target: Device) -> tuple[Any, ...]:
     return PROBLEM, "sm90", target.arch
 
 
-def test_a_cubin_for_the_arch_is_loaded_as_it_is(machine: Machine, tmp_path: Path) -> None:
-    assert load(tmp_path, make_trial())
-    assert machine.asked == [CUBIN]
+@pytest.mark.parametrize(
+    ("target", "compiled", "refused", "asked"),
+    [
+        (HERE, b"made here", {}, [CUBIN]),
+        (NEWER, b"made here", {}, [made_for(NEWER), MADE, "compared"]),
+        *(
+            (NEWER, nothing, {}, [made_for(NEWER), PTX, "compared"])
+            for nothing in (NoCompilerError("no NVRTC"), ToolchainError("refused"), UsageError("not legal"))
+        ),
+        *(
+            (HERE, b"made here", {b"cubin 1": code}, [CUBIN, made_for(HERE), MADE, "compared"])
+            for code in ("CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_IMAGE")  # the driver is too old
+        ),
+        (
+            NEWER,
+            b"made here",
+            {b"made here": "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"},
+            [made_for(NEWER), MADE, PTX, "compared"],
+        ),
+    ],
+)
+def test_the_cubin_is_loaded_else_what_the_recipe_makes_else_the_ptx(
+    target: Device,
+    compiled: bytes | Exception,
+    refused: dict[bytes, str],
+    asked: list[Any],
+    machine: Machine,
+    tmp_path: Path,
+) -> None:
+    """What was not compiled for this GPU before is compared."""
+    machine.compiled = compiled
+    machine.refused = {image: DriverError(code, "loading failed") for image, code in refused.items()}
+    load(tmp_path, make_trial(), target)
+    assert machine.asked == asked
 
 
 def test_a_recipe_is_compiled_and_compared_once(machine: Machine, tmp_path: Path) -> None:
-    kernel = load(tmp_path, recipe_trial())
-    assert kernel.spec == LAUNCH
+    assert load(tmp_path, recipe_trial()).spec == LAUNCH
     assert machine.asked == [made_for(HERE), MADE, "compared"]
     load(tmp_path, recipe_trial())  # as another process would
     assert machine.asked[3:] == [made_for(HERE), MADE]
-
-
-def test_a_newer_gpu_gets_what_the_recipe_makes_before_the_ptx(machine: Machine, tmp_path: Path) -> None:
-    load(tmp_path, make_trial(), NEWER)
-    assert machine.asked == [made_for(NEWER), MADE, "compared"]
-
-
-@pytest.mark.parametrize("why", [NoCompilerError("no NVRTC"), ToolchainError("refused"), UsageError("not legal")])
-def test_where_a_recipe_makes_nothing_the_driver_compiles_the_ptx(
-    why: Exception, machine: Machine, tmp_path: Path
-) -> None:
-    machine.compiled = why
-    load(tmp_path, make_trial(), NEWER)
-    assert machine.asked == [made_for(NEWER), PTX, "compared"]
 
 
 @pytest.mark.parametrize("why", [NoCompilerError("no NVRTC"), UsageError("not legal")])
@@ -122,15 +136,6 @@ def test_where_there_is_nothing_else_the_error_says_why(why: Exception, machine:
     machine.compiled = why
     with pytest.raises(ToolchainError, match=str(why)):
         load(tmp_path, recipe_trial())
-
-
-@pytest.mark.parametrize("code", ["CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_IMAGE"])
-def test_a_driver_that_is_too_old_for_the_cubin_gets_what_the_recipe_makes(
-    code: str, machine: Machine, tmp_path: Path
-) -> None:
-    machine.refused[b"cubin 1"] = DriverError(code, "loading failed")
-    load(tmp_path, make_trial())
-    assert machine.asked == [CUBIN, made_for(HERE), MADE, "compared"]
 
 
 @pytest.mark.parametrize(
@@ -155,12 +160,6 @@ def test_a_wrong_kernel_is_never_used_nor_tried_again(machine: Machine, tmp_path
         with pytest.raises(ToolchainError, match="was compiled here is wrong on NVIDIA H100"):
             load(tmp_path, recipe_trial())
     assert (machine.asked.count("compared"), machine.asked.count("unloaded")) == (1, 2)
-
-
-def test_a_driver_that_refuses_what_the_recipe_makes_compiles_the_ptx(machine: Machine, tmp_path: Path) -> None:
-    machine.refused[b"made here"] = DriverError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "too new")
-    load(tmp_path, make_trial(), NEWER)
-    assert machine.asked == [made_for(NEWER), MADE, PTX, "compared"]
 
 
 def test_ptx_with_multicasts_in_place_is_for_its_own_arch_alone(machine: Machine, tmp_path: Path) -> None:

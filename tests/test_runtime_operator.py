@@ -1,18 +1,19 @@
-"""`torch.ops.hadagen`: what torch.compile, autograd and torch.func make of the transform. No GPU needed."""
-
-from __future__ import annotations
+"""`torch.ops.hadagen`: what torch.compile, autograd and torch.func make of the transform, and of a rotation where
+they make the same of both. No GPU needed."""
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from test_rotation import some_signs
 from test_runtime import expected, normal, padded
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hadagen import hadamard_transform
+from hadagen import Rotation, hadamard_transform
 from hadagen.errors import TensorError, UsageError
 from hadagen.runtime import transform_operator
 from hadagen.runtime.transform_operator import HADAMARD
@@ -23,6 +24,32 @@ SIZES = [8, 6]  # and one whose rows are zero-padded
 def matrix(m: int) -> torch.Tensor:
     """Of the transform of rows of m elements: symmetric, the leading part of a Hadamard matrix."""
     return padded(torch.eye(m))
+
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def transform(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return hadamard_transform(x, 0.5, **options)
+
+
+@dataclass(frozen=True)
+class Map:
+    """A call, and its matrix in float64."""
+
+    call: Callable[..., torch.Tensor]
+    matrix: torch.Tensor
+
+    def normal(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """[*shape, n]"""
+        return normal(*shape, len(self.matrix), dtype=dtype, seed=seed)
+
+
+# Neither symmetric; with other signs on each side, so that a transposed rotation is told from the rotation.
+R = Rotation(40, "dao", k=20, signs=some_signs(40), signs_after=some_signs(40, seed=1))
+MAPS = {f"rows of {m}": Map(transform, matrix(m) * 0.5) for m in SIZES}
+MAPS["rotation"] = Map(R, R.matrix())
+of_each = pytest.mark.parametrize("of", MAPS.values(), ids=MAPS)
 
 
 # ---- the rules of PyTorch --------------------------------------------------------------------------------------------
@@ -57,15 +84,14 @@ def test_every_check_of_an_operator(view: str, dtype: torch.dtype, numerics: str
         torch.library.opcheck(HADAMARD.into, (x, 0.5, numerics, x.clone()), **tolerances)
 
 
-def test_autocast_leaves_the_type() -> None:
+@of_each
+def test_autocast_leaves_the_type(of: Map) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for dtype in (torch.float16, torch.float32, torch.float64):
-            x = normal(3, 8, dtype=dtype).requires_grad_()
-            y = hadamard_transform(x)
-            assert y.dtype == dtype
-            y.sum().backward()
-            assert x.grad is not None
-            assert x.grad.dtype == dtype
+            x = of.normal(3, dtype=dtype).requires_grad_()
+            y = of.call(x)
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+            assert y.dtype == gradient.dtype == dtype
 
 
 def test_fake_tensors_and_those_without_memory() -> None:
@@ -145,14 +171,19 @@ def test_the_gradient_keeps_the_numerics(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == ["fast", "fast"]
 
 
-def test_a_write_in_place_is_known_to_autograd() -> None:
-    x = normal(3, 8)
-    weight = normal(3, 8, seed=1).requires_grad_()
-    product = x * weight
-    with torch.no_grad():
-        hadamard_transform(x, inplace=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
+@pytest.mark.parametrize("mode", ["new", "in place", "into"])
+@of_each
+def test_a_write_is_known_to_autograd(of: Map, mode: str) -> None:
+    n = len(of.matrix)
+    for x in (of.normal(3), normal(n, 3).t()):
+        product = x * of.normal(3, seed=1).requires_grad_()
+        with torch.no_grad():
+            of.call(x, inplace=mode == "in place", out=x if mode == "into" else None)
+        if mode == "new":
+            product.sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +223,7 @@ class Watched(torch.Tensor):
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Watched:
+    def __new__(cls, inner: torch.Tensor) -> "Watched":
         made: Watched = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
         made.inner = inner
         return made
@@ -217,29 +248,34 @@ def test_a_trace_within_a_dual_level_has_nothing_else() -> None:
 
 
 # ---- torch.func ------------------------------------------------------------------------------------------------------
-def in_place(x: torch.Tensor) -> torch.Tensor:
-    return hadamard_transform(x * 1, 0.5, inplace=True)
+def new(of: Map) -> Function:
+    return of.call
 
 
-def out_of_place(x: torch.Tensor) -> torch.Tensor:
-    return hadamard_transform(x, 0.5)
+def in_place(of: Map) -> Function:
+    return lambda x: of.call(x * 1, inplace=True)
 
 
-def written(x: torch.Tensor) -> torch.Tensor:
-    hadamard_transform(x, 0.5, inplace=True)
-    return x
+def written(of: Map) -> Function:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        of.call(x, inplace=True)
+        return x
+
+    return function
 
 
 @pytest.mark.parametrize("in_dim", [0, 1, 2, -1, -2, -3])
-@pytest.mark.parametrize("function", [out_of_place, in_place, written])
-def test_a_batch_in_any_dimension(function: Callable[[torch.Tensor], torch.Tensor], in_dim: int) -> None:
-    x = normal(3, 5, 8)
-    wanted = torch.stack([padded(part, 0.5) for part in x.unbind(in_dim)], in_dim)
-    torch.testing.assert_close(torch.vmap(function, in_dim, in_dim)(x.clone()), wanted)
+@pytest.mark.parametrize("way", [new, in_place, written])
+@of_each
+def test_a_batch_in_any_dimension(of: Map, way: Callable[[Map], Function], in_dim: int) -> None:
+    n = len(of.matrix)
+    x = of.normal(n, n)
+    wanted = torch.stack([part @ of.matrix for part in x.unbind(in_dim)], in_dim)
+    torch.testing.assert_close(torch.vmap(way(of), in_dim, in_dim)(x.clone()), wanted)
 
 
 def test_batches_of_batches_and_none() -> None:
-    x = normal(3, 5, 8)
+    x, out_of_place = normal(3, 5, 8), new(MAPS["rows of 8"])
     torch.testing.assert_close(torch.vmap(torch.vmap(out_of_place))(x), expected(x, 0.5))
     torch.testing.assert_close(torch.vmap(torch.vmap(out_of_place, 0), 1, 1)(x), expected(x, 0.5))
     both = torch.vmap(lambda x, y: out_of_place(x) + out_of_place(y), (0, None))(x, x[0])
@@ -248,21 +284,21 @@ def test_batches_of_batches_and_none() -> None:
         torch.vmap(out_of_place)(x[0, 0])
 
 
-@pytest.mark.parametrize("function", [out_of_place, in_place])
-@pytest.mark.parametrize("m", SIZES)
-def test_transforms_of_functions(function: Callable[[torch.Tensor], torch.Tensor], m: int) -> None:
-    x, other, h = normal(3, m), normal(3, m, seed=1), matrix(m) * 0.5
-    close = torch.testing.assert_close
-    close(torch.func.grad(lambda x: (function(x) * other).sum())(x), other @ h)
-    close(torch.func.jvp(function, (x,), (other,))[1], other @ h)
-    close(torch.func.jacrev(function)(x[0]), h)
-    close(torch.func.jacfwd(function)(x[0]), h)
-    close(torch.func.hessian(lambda x: function(x).square().sum())(x[0]), 2 * h @ h)
-    close(torch.func.jacrev(torch.func.grad(lambda x: function(x).square().sum()))(x[0]), 2 * h @ h)
+@pytest.mark.parametrize("way", [new, in_place])
+@of_each
+def test_transforms_of_functions(of: Map, way: Callable[[Map], Function]) -> None:
+    function, m = way(of), of.matrix
+    x, other, close = of.normal(3), of.normal(3, seed=1), torch.testing.assert_close
+    close(torch.func.grad(lambda x: (function(x) * other).sum())(x), other @ m.T)
+    close(torch.func.jvp(function, (x,), (other,))[1], other @ m)
+    close(torch.func.jacrev(function)(x[0]), m.T)
+    close(torch.func.jacfwd(function)(x[0]), m.T)
+    hessian = 6 * m * (x[0] @ m) @ m.T
+    close(torch.func.hessian(lambda x: function(x).pow(3).sum())(x[0]), hessian)
+    close(torch.func.jacrev(torch.func.grad(lambda x: function(x).pow(3).sum()))(x[0]), hessian)
     twice = torch.func.jvp(lambda x: torch.func.jvp(lambda x: function(x**3), (x,), (other,))[1], (x,), (other,))[1]
-    close(twice, 6 * x * other**2 @ h)
-    per_sample = torch.vmap(torch.func.grad(lambda x: function(x).square().sum()))(x)
-    close(per_sample, 2 * x @ h @ h)
+    close(twice, 6 * x * other**2 @ m)
+    close(torch.vmap(torch.func.grad(lambda x: function(x).pow(3).sum()))(x), 3 * (x @ m) ** 2 @ m.T)
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
@@ -271,33 +307,36 @@ def compiled(function: Callable[..., torch.Tensor], backend: Any = "aot_eager", 
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
-@pytest.mark.parametrize("m", SIZES)
-def test_compile_once_for_all_row_counts(m: int) -> None:
+@of_each
+def test_compile_once_for_all_row_counts(of: Map) -> None:
+    """Of calls that write to what they are given, too."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        first = hadamard_transform(x * 2, 0.5, numerics="fast") + 1
-        hadamard_transform(first, 0.5, inplace=True)
-        return hadamard_transform(first, 0.5, out=y) + first
+        first = of.call(x * 2, numerics="fast") + 1
+        of.call(first, inplace=True)
+        of.call(x, inplace=True)
+        return of.call(first, out=y) + first
 
     counter = CompileCounterWithBackend("aot_eager")
     call = compiled(model, counter, dynamic=True)
     for rows in (2, 3, 50, 1000):
-        x, ours, theirs = normal(rows, m), normal(rows, m), normal(rows, m)
-        torch.testing.assert_close(call(x, ours), model(x, theirs))
+        ours, theirs = ((of.normal(rows), of.normal(rows)) for _ in range(2))
+        torch.testing.assert_close(call(*ours), model(*theirs))
         torch.testing.assert_close(ours, theirs)
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_compile_gradients(inplace: bool) -> None:
+@of_each
+def test_compile_gradients(of: Map, inplace: bool) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
-        return hadamard_transform(x * 2, 0.5, inplace=inplace).square() + 1
+        return of.call(x * 2, inplace=inplace).square() + 1
 
     with torch._dynamo.config.patch(error_on_recompile=True):
         call = compiled(model, dynamic=True)
         for rows in (2, 3, 50):
-            x = normal(rows, 8).requires_grad_()
+            x = of.normal(rows).requires_grad_()
             y, wanted = call(x), model(x)
             torch.testing.assert_close(y, wanted)
             ours, theirs = (torch.autograd.grad(each.sum(), x) for each in (y, wanted))
@@ -330,18 +369,19 @@ def dual(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tang
 
 
 def jvp(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = torch.func.jvp(function, (x,), (tangent,))[1]
-    return found
+    return torch.func.jvp(function, (x,), (tangent,))[1]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("function", [out_of_place, in_place])
+@pytest.mark.parametrize("way", [new, in_place])
 @pytest.mark.parametrize("derivative", [dual, jvp])
-def test_compile_tangents(derivative: Any, function: Callable[[torch.Tensor], torch.Tensor], backend: str) -> None:
-    """Where something else has a tangent too, that of the transform would be missed by nobody."""
-    x, tangent = normal(3, 8), normal(3, 8, seed=1)
+@of_each
+def test_compile_tangents(of: Map, derivative: Any, way: Callable[[Map], Function], backend: str) -> None:
+    """Where something else has a tangent too, that of the call would be missed by nobody."""
+    x, tangent = of.normal(3), of.normal(3, seed=1)
+    function = way(of)
     call = compiled(lambda x, tangent: derivative(lambda y: function(y) + y.sin(), x, tangent), backend)
-    torch.testing.assert_close(call(x, tangent), padded(tangent, 0.5) + tangent * x.cos())
+    torch.testing.assert_close(call(x, tangent), tangent @ of.matrix + tangent * x.cos())
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -364,30 +404,18 @@ def test_compile_once_where_the_scale_depends_on_the_shape() -> None:
     assert counter.frame_count == 1
 
 
-def test_views_into_conjugates() -> None:
+@of_each
+def test_views_into_conjugates(of: Map) -> None:
     """They have a bit that says: negate what you read."""
-    z = torch.randn(4, 8, dtype=torch.complex64)
-    wanted = expected(-z.imag, 0.5).float()
+    z = torch.randn(4, len(of.matrix), dtype=torch.complex64)
+    wanted = (-z.imag.double() @ of.matrix).float()
     x, y = z.clone().conj().imag, z.clone().conj().imag
     assert x.is_neg()
-    torch.testing.assert_close(hadamard_transform(x, 0.5), wanted)
-    hadamard_transform(x, 0.5, out=y)
+    torch.testing.assert_close(of.call(x), wanted)
+    of.call(x, out=y)
     torch.testing.assert_close(y, wanted)
-    torch.testing.assert_close(hadamard_transform(x, 0.5, inplace=True), wanted)
+    torch.testing.assert_close(of.call(x, inplace=True), wanted)
     torch.testing.assert_close(x, wanted)
-
-
-def test_compile_writes_its_arguments() -> None:
-    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        hadamard_transform(x, 0.5, inplace=True)
-        return hadamard_transform(x, 0.5, out=y) + x
-
-    call = compiled(model)
-    ours, theirs = normal(3, 8), normal(3, 8)
-    out = torch.empty(3, 8, dtype=torch.float64)
-    torch.testing.assert_close(call(ours, out), model(theirs, torch.empty_like(theirs)))
-    assert torch.equal(ours, theirs)
-    assert torch.equal(out, hadamard_transform(theirs, 0.5))
 
 
 def test_compile_with_out_that_is_x() -> None:
@@ -402,15 +430,3 @@ def test_torch_fx_traces_a_call() -> None:
     traced = torch.fx.symbolic_trace(lambda x: hadamard_transform(x, 0.5, numerics="fast") + 1)
     x = normal(3, 8)
     assert torch.equal(traced(x), hadamard_transform(x, 0.5) + 1)
-
-
-def test_export() -> None:
-    class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return hadamard_transform(x, 0.5)
-
-    rows = torch.export.Dim("rows", min=2)
-    program = torch.export.export(Model(), (normal(3, 8),), dynamic_shapes=({0: rows},))
-    x = normal(7, 8)
-    torch.testing.assert_close(program.module()(x), expected(x, 0.5))
-    assert "hadagen.hadamard_transform.default" in program.graph_module.code

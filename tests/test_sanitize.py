@@ -1,7 +1,5 @@
 """`ci/sanitize.py` without a GPU: what it launches, on the emulator, and what it makes of the tools' output."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path
@@ -62,8 +60,7 @@ def test_launches_stay_in_memory_that_ends_where_the_rows_do() -> None:
         bits = f"u{problem.io.input.bytes}"
         some = list(sanitize.cases(problem, launch))
         tile = launch.tile_elements // problem.unit
-        counts = {case.elements // problem.unit for case in some}
-        assert counts >= {1, tile, tile + 1, 2 * tile + 1}
+        assert {case.elements // problem.unit for case in some} >= {1, tile, tile + 1, 2 * tile + 1}
         assert any(case.blocks == RESIDENT_CLUSTERS * launch.cluster for case in some) == launch.persistent
         for case in some:
             arrays = dict(case.arrays)
@@ -256,8 +253,7 @@ def test_kernels_that_are_shipped_no_more_leave_the_table() -> None:
         (gpu, "0a1b", CONTROL),
         ("NVIDIA H100", "0a1b", job.problem),
     ]
-    left = sanitize.without_former({key: {} for key in keys}, gpu, [job])
-    assert list(left) == [keys[0], *keys[3:]]
+    assert list(sanitize.without_former({key: {} for key in keys}, gpu, [job])) == [keys[0], *keys[3:]]
 
 
 @needs_compiler

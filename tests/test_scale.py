@@ -1,7 +1,5 @@
 """The word of a scale holds it closely enough, and its first factor lets nothing overflow or vanish on the way."""
 
-from __future__ import annotations
-
 import math
 import struct
 

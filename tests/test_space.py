@@ -1,7 +1,5 @@
 """The search space: every legal choice is a plan of its own, every illegal one has a reason."""
 
-from __future__ import annotations
-
 import random
 import re
 from contextlib import nullcontext
@@ -24,7 +22,7 @@ from hadagen.plan.space import Space, build_plan, rules_for, shape_of
 from hadagen.plan.steps.base import FP16, PACKED
 from hadagen.plan.steps.conversions import Narrow, Round
 from hadagen.plan.steps.transforms import Mma
-from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.problem.problem import DType, Numerics, Problem
 
 PROBLEMS = [Problem.of(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
 PROBLEMS += [Problem.of(n, DType.FLOAT32) for n in (128, 256, 4096)]
@@ -42,8 +40,7 @@ def check(problem: Problem, knobs: Knobs, why: str = "", arch: Arch = ARCH) -> N
 def test_no_two_legal_choices_mean_the_same_plan(problem: Problem) -> None:
     legal = space_of(problem).legal
     legal = random.Random(1).sample(legal, min(400, len(legal)))
-    digests = {build_plan(problem, knobs, ARCH).digest for knobs in legal}
-    assert len(digests) == len(legal)
+    assert len({build_plan(problem, knobs, ARCH).digest for knobs in legal}) == len(legal)
 
 
 def test_what_was_never_faster_is_left_out_with_the_reason_of_the_arch() -> None:
@@ -160,15 +157,6 @@ def test_float32_goes_through_two_mma_or_none(n: int, knobs: Knobs, why: str) ->
     check(Problem.of(n, DType.FLOAT32), knobs, why)
 
 
-@pytest.mark.parametrize("numerics", Numerics)
-def test_tf32_is_for_types_that_have_fewer_bits_or_more(numerics: Numerics) -> None:
-    knobs = Knobs(mma_carrier="tf32")
-    for dtype in (DType.BFLOAT16, DType.FLOAT32):
-        build_plan(Problem.of(256, dtype, numerics), knobs, ARCH)
-    check(Problem.of(256, DType.FLOAT16, numerics), knobs, "no more bits than a float16 (mma_carrier must be another)")
-    check(Problem.of(256, DType.FLOAT16), Knobs(), "between two mma (mma_carrier must be split)")
-
-
 WHOLE_ROWS = Knobs(4, 4, 2, block_bits="load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
 
 
@@ -211,28 +199,6 @@ def test_blocks_load_whole_rows_where_they_can_sum_them(numerics: Numerics, chan
     check(problem, knobs, why)
 
 
-def test_float32_is_summed_over_blocks_from_shared_memory() -> None:
-    knobs = Knobs(
-        1,
-        4,
-        2,
-        block_bits="load",
-        far_bits="lanes",
-        low_bits="shuffle",
-        butterfly_carrier="fp32",
-        exchange_carrier="fp32",
-    )
-    problem = Problem.of(2048, DType.FLOAT32)
-    build_plan(problem, replace(knobs, load="multicast"), ARCH)
-    for load in ("plain", "bulk"):
-        check(problem, replace(knobs, load=load), "from shared memory (load must be multicast)")
-    check(
-        problem.with_io(rows=Rows.PITCHED),
-        replace(knobs, load="multicast"),
-        "pitched rows cannot be copied as they lie",
-    )
-
-
 def test_a_whole_row_and_the_exchange_in_its_place_fit_shared_memory() -> None:
     """A row of 64 KiB, in whose place 64 KiB are exchanged, so that an SM holds two; and one of 128 KiB."""
     halves = replace(WHOLE_ROWS, warps=8, chunks=8, load="multicast", min_blocks=2)
@@ -240,18 +206,6 @@ def test_a_whole_row_and_the_exchange_in_its_place_fit_shared_memory() -> None:
     float32 = replace(WHOLE_ROWS, cluster=8, load="multicast", low_bits="shuffle", mma_carrier="packed")
     assert build_plan(Problem.of(32768, DType.FLOAT32), float32, ARCH).footprint.shared_bytes == 128 + 131072
     check(Problem.of(32768, DType.FLOAT32), replace(float32, min_blocks=2), "bytes of shared memory per SM")
-
-
-def test_the_next_kernel_starts_sooner_only_beside_clusters() -> None:
-    problem, knobs = Problem.of(8192, DType.FLOAT16), replace(WHOLE_ROWS, trigger="store")
-    build_plan(problem, knobs, ARCH)
-    check(
-        problem,
-        replace(knobs, cluster=1, warps=8, block_bits="exchange"),
-        "only few blocks leave room for the next kernel's",
-    )
-    bare = replace(ARCH, features=ARCH.features - {"dependent_launch"})
-    check(problem, knobs, "the arch starts no kernel before the last one ends", bare)
 
 
 def test_float32_for_an_mma_and_short_rows_are_not_loaded_whole() -> None:
@@ -322,54 +276,6 @@ def test_lane_bits_of_float32_are_swapped_where_there_are_shuffles(
 ) -> None:
     wide = Knobs(shuffles="half", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     check(Problem.of(n, dtype), replace(wide, **change), why)
-
-
-@pytest.mark.parametrize(("mma_carrier", "why"), [("split", ""), ("tf32", "leaves room for three bits in lanes")])
-def test_five_far_bits_and_one_chunk_bit_leave_no_room_for_a_tf32(mma_carrier: str, why: str) -> None:
-    problem, knobs = Problem.of(16384, DType.BFLOAT16), replace(FAR_MMA, warps=32, mma_carrier=mma_carrier)
-    check(problem, knobs, why)
-    build_plan(problem, replace(knobs, chunks=4, warps=16), ARCH)
-
-
-def test_a_carrier_of_butterflies_is_that_of_the_exchange_where_an_mma_leaves_none() -> None:
-    problem = Problem.of(4096, DType.FLOAT16, Numerics.FAST)
-    packed = replace(FAR_MMA, warps=8, mma_carrier="packed", butterfly_carrier="packed", exchange_carrier="packed")
-    build_plan(problem, packed, ARCH)
-    build_plan(problem, replace(packed, butterfly_carrier="fp32", exchange_carrier="fp32"), ARCH)
-    check(problem, replace(packed, butterfly_carrier="fp32"), "butterfly_carrier must be as exchange_carrier")
-    build_plan(
-        Problem.of(8192, DType.FLOAT16, Numerics.FAST), replace(packed, warps=16, butterfly_carrier="fp32"), ARCH
-    )
-
-
-def test_whole_rows_that_do_not_fit_the_registers_are_refused() -> None:
-    """As loaded they are as many words as blocks times chunks times four."""
-    why = "a thread's values do not fit its registers"
-    check(Problem.of(32768, DType.BFLOAT16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), why)
-
-
-def test_whole_rows_are_prefetched_where_blocks_take_tiles_in_order() -> None:
-    problem, knobs = Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(ahead=8)
-    build_plan(problem, knobs, ARCH)
-    check(problem, replace(knobs, grid="persistent"), "blocks that loop do not take tiles in order")
-    check(problem.with_io(rows=Rows.PITCHED), knobs, "pitched rows lie anywhere")
-    check(problem, knobs, "the arch has no bulk copies to L2", replace(ARCH, features=ARCH.features - {"bulk_copy"}))
-
-
-def test_what_is_rounded_before_it_crosses_is_wide_a_few_values_at_a_time() -> None:
-    """So an SM may hold two rows of 32768 in 512 threads of 64 registers each, but not of accurate or float32."""
-    two = Knobs(8, 16, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", min_blocks=2)
-    build_plan(Problem.of(32768, DType.FLOAT16, Numerics.FAST), two, ARCH)
-    short = Knobs(16, 16, low_bits="shuffle", butterfly_carrier="fp32")
-    build_plan(Problem.of(128, DType.FLOAT16, Numerics.FAST), short, ARCH)
-    wide = replace(two, far_lanes="shuffle", exchange_carrier="fp32", exchange_rounds=2)
-    for problem, knobs in (
-        (Problem.of(32768, DType.FLOAT16, Numerics.FAST), wide),
-        (Problem.of(32768, DType.FLOAT16), replace(wide, mma_carrier="split")),
-        (Problem.of(128, DType.FLOAT16), short),
-        (Problem.of(128, DType.FLOAT32), short),
-    ):
-        check(problem, knobs, "a thread's values do not fit its registers")
 
 
 @pytest.mark.parametrize(
@@ -451,8 +357,7 @@ def test_seeds_of_clusters_load_whole_rows_too() -> None:
 def test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say(problem: Problem, arch: Arch) -> None:
     """Whatever it becomes, what the rule found legal it finds legal still."""
     context, space = Context(problem, arch), space_of(problem) if arch is ARCH else Space(problem, arch)
-    some = random.Random(2).sample(space.legal, min(150 if arch is ARCH else 20, len(space.legal)))
-    for knobs in some:
+    for knobs in random.Random(2).sample(space.legal, min(150 if arch is ARCH else 20, len(space.legal))):
         changed = {name: [replace(knobs, **{name: value}) for value in arch.search[name]] for name in KNOB_NAMES}
         for rule in rules_for(problem, arch):
             for name in KNOB_NAMES[KNOB_NAMES.index(rule.last) + 1 :]:
@@ -504,56 +409,6 @@ def test_what_lacks_one_byte_of_shared_memory_is_refused(problem: Problem, knobs
             build_plan(problem, knobs, replace(ARCH, limits=less))
 
 
-def test_an_sm_is_filled_with_threads_and_not_beyond() -> None:
-    problem, knobs = Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(warps=8, min_blocks=8)
-    build_plan(problem, knobs, ARCH)
-    check(problem, replace(knobs, warps=16), "more than 2048 threads per SM")
-
-
-def test_a_second_tile_under_way_takes_registers_or_shared_memory() -> None:
-    problem, knobs = Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(8, 4, grid="persistent", min_blocks=8)
-    build_plan(problem, knobs, ARCH)
-    build_plan(problem, replace(knobs, load="bulk", stages=2, min_blocks=4), ARCH)
-    build_plan(problem, replace(knobs, load="cp_async", warps=1, stages=2), ARCH)
-    check(problem, replace(knobs, stages=2), "a thread's values do not fit its registers")
-
-
-def test_clusters_are_no_larger_than_the_arch_has_them() -> None:
-    problem, knobs = (
-        Problem.of(16384, DType.FLOAT16, Numerics.FAST),
-        Knobs(4, 1, 16, block_bits="exchange", far_bits="lanes"),
-    )
-    knobs = replace(knobs, butterfly_carrier="fp32")
-    build_plan(problem, knobs, ARCH)
-    check(
-        problem,
-        knobs,
-        "the arch has no clusters of 16 blocks",
-        replace(ARCH, limits=replace(ARCH.limits, cluster_blocks=8)),
-    )
-
-
-@pytest.mark.parametrize("load", ["cp_async", "bulk"])
-@pytest.mark.parametrize("dtype", DType)
-def test_rows_of_16_bytes_are_the_least_to_be_copied(dtype: DType, load: str) -> None:
-    knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32", load=load)
-    build_plan(Problem.of(16 // dtype.bytes, dtype), knobs, ARCH)
-    check(Problem.of(8 // dtype.bytes, dtype), knobs, "rows shorter than 16 bytes")
-
-
-def test_only_what_meets_bank_conflicts_is_laid_out_in_another_way() -> None:
-    problem = Problem.of(1024, DType.FLOAT16)
-    knobs = Knobs(2, 2, low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32", shared_layout="swizzled")
-    build_plan(problem, knobs, ARCH)
-    check(problem, replace(knobs, exchange_rounds=2), "one vector a lane meets no bank conflict")
-
-
-def test_accurate_sums_in_fp32() -> None:
-    knobs = Knobs(low_bits="mma_shuffle", butterfly_carrier="fp32")
-    build_plan(Problem.of(256, DType.FLOAT16), knobs, ARCH)
-    check(Problem.of(256, DType.FLOAT16), replace(knobs, accumulator="packed"), "accurate may not round inside an mma")
-
-
 @pytest.mark.parametrize(
     "key",
     [
@@ -570,7 +425,6 @@ def test_accurate_codes_are_of_values_with_16_bits(key: str, arch: str) -> None:
     """Whatever the knobs: steps hand on fp32, or two bfloat16 for each value, until the format rounds. Fast codes may
     be of fewer, if an mma or an exchange is between."""
     problem, target = Problem.parse(f"{key}-accurate"), load_arch(arch)
-    assert problem.io.form
     legal = Space(problem, target).legal
     for knobs in random.Random(1).sample(legal, min(100, len(legal))):
         plan = build_plan(problem, knobs, target)
@@ -607,6 +461,151 @@ def test_bad_knobs_are_named() -> None:
     check(problem, Knobs(chunks=1), "shorter than a row")
 
 
+# ---- one law after another -------------------------------------------------------------------------------------------
+def of(n: int, dtype: DType = DType.FLOAT16, numerics: Numerics = Numerics.ACCURATE, **more: Any) -> Problem:
+    return Problem.of(n, dtype, numerics, **more)
+
+
+FAST, BF16, FP32 = Numerics.FAST, DType.BFLOAT16, DType.FLOAT32
+TF32 = Knobs(mma_carrier="tf32")
+NO_TF32 = "no more bits than a float16 (mma_carrier must be another)"
+GATHERED = Knobs(
+    1, 4, 2, block_bits="load", far_bits="lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32"
+)
+SOONER = replace(WHOLE_ROWS, trigger="store")
+FIVE_FAR = replace(FAR_MMA, warps=32)
+PACKED_MMA = replace(FAR_MMA, warps=8, mma_carrier="packed", butterfly_carrier="packed", exchange_carrier="packed")
+TWO_ROWS = Knobs(8, 16, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", min_blocks=2)
+WIDE_ROWS = replace(TWO_ROWS, far_lanes="shuffle", exchange_carrier="fp32", exchange_rounds=2)
+SHORT_ROWS = Knobs(16, 16, low_bits="shuffle", butterfly_carrier="fp32")
+NO_ROOM = "a thread's values do not fit its registers"
+LOOP = Knobs(8, 4, grid="persistent", min_blocks=8)
+LARGE = Knobs(4, 1, 16, block_bits="exchange", far_bits="lanes", butterfly_carrier="fp32")
+SWIZZLED = Knobs(2, 2, low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32", shared_layout="swizzled")
+IN_FP32 = Knobs(low_bits="mma_shuffle", butterfly_carrier="fp32")
+COPIED = Knobs(low_bits="shuffle", butterfly_carrier="fp32")
+ONE_FAR = Knobs(4, 2, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32")
+
+
+def lacks(feature: str) -> Arch:
+    return replace(ARCH, features=ARCH.features - {feature})
+
+
+# Law -> choices with the reason why they are not legal, or legal ones. The arch is an H100 where none is named.
+LAWS: dict[str, list[tuple[Any, ...]]] = {
+    "tf32 is for types that have fewer bits or more": [
+        *((of(256, dtype, numerics), TF32) for dtype in (BF16, FP32) for numerics in Numerics),
+        *((of(256, numerics=numerics), TF32, NO_TF32) for numerics in Numerics),
+        (of(256), Knobs(), "between two mma (mma_carrier must be split)"),
+    ],
+    "float32 is summed over blocks from shared memory": [
+        (of(2048, FP32), replace(GATHERED, load="multicast")),
+        *(
+            (of(2048, FP32), replace(GATHERED, load=load), "from shared memory (load must be multicast)")
+            for load in ("plain", "bulk")
+        ),
+        (
+            of(2048, FP32, rows="pitched"),
+            replace(GATHERED, load="multicast"),
+            "pitched rows cannot be copied as they lie",
+        ),
+    ],
+    "the next kernel starts sooner only beside clusters": [
+        (of(8192), SOONER),
+        (
+            of(8192),
+            replace(SOONER, cluster=1, warps=8, block_bits="exchange"),
+            "only few blocks leave room for the next kernel's",
+        ),
+        (of(8192), SOONER, "the arch starts no kernel before the last one ends", lacks("dependent_launch")),
+    ],
+    "five far bits and one chunk bit leave no room for a tf32": [
+        (of(16384, BF16), replace(FIVE_FAR, mma_carrier="split")),
+        (of(16384, BF16), FIVE_FAR, "leaves room for three bits in lanes"),
+        (of(16384, BF16), replace(FAR_MMA, chunks=4)),
+    ],
+    "a carrier of butterflies is that of the exchange where an mma leaves none": [
+        (of(4096, numerics=FAST), PACKED_MMA),
+        (of(4096, numerics=FAST), replace(PACKED_MMA, butterfly_carrier="fp32", exchange_carrier="fp32")),
+        (
+            of(4096, numerics=FAST),
+            replace(PACKED_MMA, butterfly_carrier="fp32"),
+            "butterfly_carrier must be as exchange_carrier",
+        ),
+        (of(8192, numerics=FAST), replace(PACKED_MMA, warps=16, butterfly_carrier="fp32")),
+    ],
+    "whole rows as they are loaded fit the registers": [
+        # As many words as blocks times chunks times four.
+        (of(32768, BF16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), NO_ROOM),
+    ],
+    "whole rows are prefetched where blocks take tiles in order": [
+        (of(256, numerics=FAST), Knobs(ahead=8)),
+        (of(256, numerics=FAST), Knobs(ahead=8, grid="persistent"), "blocks that loop do not take tiles in order"),
+        (of(256, numerics=FAST, rows="pitched"), Knobs(ahead=8), "pitched rows lie anywhere"),
+        (of(256, numerics=FAST), Knobs(ahead=8), "the arch has no bulk copies to L2", lacks("bulk_copy")),
+    ],
+    # So an SM may hold two rows of 32768 in 512 threads of 64 registers each, but not of accurate or float32.
+    "what is rounded before it crosses is wide a few values at a time": [
+        (of(32768, numerics=FAST), TWO_ROWS),
+        (of(128, numerics=FAST), SHORT_ROWS),
+        (of(32768, numerics=FAST), WIDE_ROWS, NO_ROOM),
+        (of(32768), replace(WIDE_ROWS, mma_carrier="split"), NO_ROOM),
+        (of(128), SHORT_ROWS, NO_ROOM),
+        (of(128, FP32), SHORT_ROWS, NO_ROOM),
+    ],
+    "an SM is filled with threads and not beyond": [
+        (of(256, numerics=FAST), Knobs(warps=8, min_blocks=8)),
+        (of(256, numerics=FAST), Knobs(warps=16, min_blocks=8), "more than 2048 threads per SM"),
+    ],
+    "a second tile under way takes registers or shared memory": [
+        (of(256, numerics=FAST), LOOP),
+        (of(256, numerics=FAST), replace(LOOP, load="bulk", stages=2, min_blocks=4)),
+        (of(256, numerics=FAST), replace(LOOP, load="cp_async", warps=1, stages=2)),
+        (of(256, numerics=FAST), replace(LOOP, stages=2), NO_ROOM),
+    ],
+    "clusters are no larger than the arch has them": [
+        (of(16384, numerics=FAST), LARGE),
+        (
+            of(16384, numerics=FAST),
+            LARGE,
+            "the arch has no clusters of 16 blocks",
+            replace(ARCH, limits=replace(ARCH.limits, cluster_blocks=8)),
+        ),
+    ],
+    "rows of 16 bytes are the least to be copied": [
+        case
+        for dtype in DType
+        for knobs in (replace(COPIED, load="cp_async"), replace(COPIED, load="bulk"))
+        for case in (
+            (of(16 // dtype.bytes, dtype), knobs),
+            (of(8 // dtype.bytes, dtype), knobs, "rows shorter than 16 bytes"),
+        )
+    ],
+    "only what meets bank conflicts is laid out in another way": [
+        (of(1024), SWIZZLED),
+        (of(1024), replace(SWIZZLED, exchange_rounds=2), "one vector a lane meets no bank conflict"),
+    ],
+    "accurate sums in fp32": [
+        (of(256), IN_FP32),
+        (of(256), replace(IN_FP32, accumulator="packed"), "accurate may not round inside an mma"),
+    ],
+    "an mma of one far bit leaves chunk bits to butterflies": [
+        (of(2048, numerics=FAST), ONE_FAR),
+        (
+            of(2048, numerics=FAST),
+            replace(ONE_FAR, chunks=2, warps=4),
+            "butterfly_carrier must be as exchange_carrier",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_law_says_what_is_legal(law: str) -> None:
+    for case in LAWS[law]:
+        check(*case)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -633,13 +632,3 @@ def test_groups_of_chunks_go_on_alone_from_an_exchange(change: dict[str, Any], w
     if problem.n == 4096:
         knobs = replace(knobs, butterfly_carrier="packed")  # for want of butterflies
     check(problem, knobs, why)
-
-
-def test_an_mma_of_one_far_bit_leaves_chunk_bits_to_butterflies() -> None:
-    knobs = Knobs(4, 2, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32")
-    build_plan(Problem.of(2048, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
-    check(
-        Problem.of(2048, DType.FLOAT16, Numerics.FAST),
-        replace(knobs, chunks=2, warps=4),
-        "butterfly_carrier must be as exchange_carrier",
-    )

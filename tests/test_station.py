@@ -1,7 +1,5 @@
 """What one worker of a fleet has: the GPUs that it measures on, and races on them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

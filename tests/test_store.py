@@ -1,7 +1,5 @@
 """The store: what goes in comes out, whoever else has the file open, from whatever file or URL, and of every schema."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -147,15 +145,13 @@ def test_a_kernel_learns_its_arithmetic_unless_it_is_damaged(store: Store, path:
 
 
 def test_timings_are_added_to_those_of_the_same_kernel(any_store: Store) -> None:
-    old = make_trial(timings=times({1 << 13: 2.0, 1 << 20: 9.0}), detail="raced", seconds=2.0)
-    any_store.record(old)
+    any_store.record(make_trial(timings=times({1 << 13: 2.0, 1 << 20: 9.0}), detail="raced", seconds=2.0))
     new = make_trial(timings=times({1 << 20: 8.0, 3 << 20: 9.0}), seconds=1.0, date="2026")
     any_store.add_timings(new)
     (found,) = any_store.trials()
     every = times({1 << 13: 2.0, 1 << 20: 8.0, 3 << 20: 9.0})
     assert found == replace(new, timings=every, detail="raced", seconds=3.0)
-    rebuilt = replace(new, kernel=make_kernel(b"rebuilt"))
-    any_store.add_timings(rebuilt)
+    any_store.add_timings(replace(new, kernel=make_kernel(b"rebuilt")))
     assert any_store.trials() == [found]
     elsewhere = replace(new, environment=H200)
     any_store.add_timings(elsewhere)
@@ -202,8 +198,7 @@ def test_a_killed_process_loses_nothing_that_it_reported(path: Path) -> None:
 
 def test_two_processes_may_create_and_fill_one_database(tmp_path: Path) -> None:
     path = tmp_path / "new" / "trials.db"
-    processes = [recorder(path, 0, 25), recorder(path, 25, 50)]
-    for process in processes:
+    for process in [recorder(path, 0, 25), recorder(path, 25, 50)]:
         process.communicate()
         assert process.returncode == 0
     with Store.open(path) as store:
@@ -239,8 +234,7 @@ def test_a_url_opens_the_same_database(path: Path) -> None:
         store.record(make_trial())
         assert store.place == str(path)
     with Store.open(path) as store:
-        assert store.trials() == [make_trial()]
-        assert store.url == f"sqlite:///{path}"
+        assert (store.trials(), store.url) == ([make_trial()], f"sqlite:///{path}")
 
 
 def test_no_quoted_option_has_a_password() -> None:
@@ -390,8 +384,7 @@ def test_an_upgrade_gives_kernels_the_names_of_today(first: Path) -> None:
         old.execute("DELETE FROM hadagen_kernels WHERE id = 1")
     with Store.open(first) as store:
         assert store.checked()
-        assert store.trials()[0] == make_trial()
-        assert store.kernel(kernel.digest) == kernel
+        assert (store.trials()[0], store.kernel(kernel.digest)) == (make_trial(), kernel)
     with closing(sqlite3.connect(first)) as new:
         assert new.execute("SELECT digest FROM hadagen_kernels").fetchall() == [(kernel.digest,)]
 

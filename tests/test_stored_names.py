@@ -1,7 +1,5 @@
 """Names that stored recipes rest on: of kernels, and of their arithmetic."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Plans of every structure: far bits in exchanges, wide values in mma, whole rows, and how often each rounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from plan_sample import FAR_LANES, changed, gathered, plans, whole_rows
+from plan_sample import FAR_LANES, changed, emulate, gathered, plans, whole_rows
 from spaces import ARCH
 
 from hadagen.compiler.codegen import render
@@ -131,15 +129,10 @@ def test_groups_are_as_small_as_chunks_that_meet_from_the_exchange_on(shape: dic
     knobs = dataclasses.replace(FAR_LANES, mma_carrier="split", order="by_group", **shape)
     plan = build_plan(Problem.of(256 * knobs.chunks * knobs.warps, DType.BFLOAT16), knobs, ARCH)
     assert plan.group_chunks == chunks
-    source = render(plan)
-    module = compile_host([source])
     bits = encode(DType.BFLOAT16, np.random.default_rng(0).standard_normal((3, plan.problem.n)))
-    out = np.zeros_like(bits)
-    report = module.run(source.entry, plan.launch, bits, out, scale=2**-6)
+    out, report = emulate(plan, bits, 2**-6)
     assert (report.complaint, report.excess_sectors) == ("", 0)
-    by_step = render(dataclasses.replace(plan, order="by_step"))
-    expected = np.zeros_like(bits)
-    compile_host([by_step]).run(by_step.entry, plan.launch, bits, expected, scale=2**-6)
+    expected, _ = emulate(dataclasses.replace(plan, order="by_step"), bits, 2**-6)
     assert (out == expected).all()
 
 
@@ -259,8 +252,7 @@ def test_the_scale_is_lifted_by_what_values_lose_in_the_mean_when_they_are_cut_o
     knobs = dataclasses.replace(FAR_LANES, chunks=2, warps=16, far_lanes=far_lanes, mma_carrier="tf32")
     plan = build_plan(Problem.of(8192, DType.BFLOAT16), knobs, ARCH)
     bits = encode(DType.BFLOAT16, np.random.default_rng(0).standard_normal((32, 8192)))
-    out, source = np.zeros_like(bits), render(plan)
-    compile_host([source]).run(source.entry, plan.launch, bits, out, scale=2**-6)
+    out, _ = emulate(plan, bits, 2**-6)
     expected = hadamard(decode(DType.BFLOAT16, bits), 2**-6)
     gain = np.vdot(decode(DType.BFLOAT16, out), expected) / np.vdot(expected, expected) - 1
     assert gain == pytest.approx(-(2**-10) / 3, rel=0.15)
@@ -274,9 +266,7 @@ def test_a_value_of_11_bits_stays_as_it_is_lifted_and_cut_off(far_lanes: str) ->
     high, low = (8 * np.arange(128, 256)).repeat(8), np.tile(np.arange(8), 128)
     x = np.zeros((len(high), 8192))
     x[:, 3], x[:, 3 + 128] = high, low  # whose sums an mma takes that does not cut off
-    bits = encode(DType.BFLOAT16, x)
-    out, source = np.zeros_like(bits), render(plan)
-    compile_host([source]).run(source.entry, plan.launch, bits, out, scale=1.0)
+    out, _ = emulate(plan, encode(DType.BFLOAT16, x))
     np.testing.assert_array_equal(out, encode(DType.BFLOAT16, hadamard(x)))
 
 
@@ -426,8 +416,11 @@ def test_a_float16_lacks_a_64th_of_a_rounding_of_a_bfloat16(change: dict[str, st
 def test_the_rounding_of_a_sum_of_four_rounded_values_counts_a_little_more() -> None:
     """As that of two butterflies does: an mma that leaves two of four bits as they are sums four values."""
     rounded = [Load("plain"), Mma(0), Round()]
-    assert roundings([*rounded, Mma(2, turned=True, idle=2), Round()]) == pytest.approx(2.05)
-    assert roundings([*rounded, Widen(), Butterfly(reg(2)), Butterfly(reg(3)), Round()]) == pytest.approx(2.05)
-    assert roundings([*rounded, Mma(2, turned=True, idle=2, accumulator=PACKED)]) == pytest.approx(2.05)
-    assert roundings([*rounded, Mma(2, turned=True, idle=1), Round()]) == 2
-    assert roundings([*rounded, Mma(2, turned=True), Round()]) == 2
+    for steps, count in (
+        ([Mma(2, turned=True, idle=2), Round()], 2.05),
+        ([Widen(), Butterfly(reg(2)), Butterfly(reg(3)), Round()], 2.05),
+        ([Mma(2, turned=True, idle=2, accumulator=PACKED)], 2.05),
+        ([Mma(2, turned=True, idle=1), Round()], 2),
+        ([Mma(2, turned=True), Round()], 2),
+    ):
+        assert roundings([*rounded, *steps]) == pytest.approx(count)

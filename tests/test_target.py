@@ -1,7 +1,5 @@
 """Names of archs and GPUs: one rule wherever such a name is read, and what a GPU's name tells."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +112,5 @@ def test_the_nearest_arch_is_one_of_those_there_are() -> None:
 
 def test_archs_are_in_the_order_of_their_generation() -> None:
     generations = [generation(arch) for arch in known_archs()]
-    assert generations == sorted(generations)
-    assert generations[0] == 75
+    assert (generations, generations[0]) == (sorted(generations), 75)
     assert max(generations) > 100

@@ -1,7 +1,5 @@
 """The toolchain: with real compilers where they are, and with scripts that play broken ones."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -172,8 +170,7 @@ def test_builders_of_one_kernel_agree(tools: Toolchain, arch: Arch) -> None:
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda _: tools.build([source("copy", COPY)], arch, jobs=1), range(3)))
     assert results[0] == results[1] == results[2]
-    assert len(os.listdir(tools.cache.root / "kernels")) == 1
-    assert os.listdir(tools.cache.root / "work") == []
+    assert (len(os.listdir(tools.cache.root / "kernels")), os.listdir(tools.cache.root / "work")) == (1, [])
 
 
 def test_a_full_disk_is_not_taken_for_a_wrong_source(
@@ -239,7 +236,7 @@ VERSION = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
 @pytest.mark.parametrize(
     ("kind", "error", "said"),
     [
-        (["nvcc"], NoCompilerError, r"nvcc is not on PATH.*pip install 'hadagen\[nvcc\]'"),
+        (["nvcc"], NoCompilerError, r"nvcc is not on PATH.*pip install '\.\[nvcc\]' in a checkout of hadagen"),
         ([], ToolchainError, r"NVRTC cannot be loaded from .*none\.so"),
         (["gcc"], UsageError, "there is no compiler 'gcc'; choose one of nvrtc, nvcc"),
     ],
@@ -247,16 +244,6 @@ VERSION = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
 def test_no_compiler_is_one_sentence_with_the_fix(kind: list[str], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         Toolchain.find(*kind)
-
-
-@pytest.mark.usefixtures("no_tools")
-def test_nvcc_stands_in_for_nvrtc_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvcc = script(tmp_path / "bin" / "nvcc", VERSION)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    found = Toolchain.find()
-    assert found.compiler.path == str(nvcc)
-    assert found.note.startswith("nvcc 13.0.88 compiles, because NVRTC cannot be loaded from")
-    assert Toolchain.find("nvcc").note == ""
 
 
 @pytest.mark.usefixtures("no_tools")
@@ -272,8 +259,7 @@ def test_nvcc_is_looked_for_on_path_then_cuda_home_then_wheels(monkeypatch: pyte
     assert Nvcc.find().path == str(home)
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
     found = Nvcc.find()
-    assert found.path == str(path)
-    assert found.version == "Cuda compilation tools, release 13.0, V13.0.88"
+    assert (found.path, found.version) == (str(path), "Cuda compilation tools, release 13.0, V13.0.88")
     assert found.release == "13.0.88"
 
 
@@ -437,8 +423,7 @@ def test_only_a_whole_cubin_is_one(tools: Toolchain, arch: Arch) -> None:
     cubin = kernel.cubin
     assert is_cubin(cubin)
     assert not any(map(is_cubin, (b"", cubin[:-1], cubin[:64], cubin[:40], b"\x7fELF", bytes(200), cubin[1:])))
-    host = Path(os.path.realpath("/proc/self/exe")).read_bytes()
-    assert not is_cubin(host)
+    assert not is_cubin(Path(os.path.realpath("/proc/self/exe")).read_bytes())
 
 
 # ---- the disassembler ------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The search: what it tries, what it keeps, and in which order things happen."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -20,7 +18,7 @@ from sample_store import empty, path, store
 from hadagen.compiler.codegen import render
 from hadagen.compiler.toolchain import BuildFailure
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
-from hadagen.measure import Cell, ReplayRunner, Variant
+from hadagen.measure import Cell, Variant
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
@@ -53,8 +51,7 @@ def test_every_problem_gets_its_trials_all_legal_and_none_twice(store: Store) ->
     assert len(set(knobs_of(trials))) == len(trials) == report.finished
     for trial in trials:
         build_plan(trial.problem, Knobs.from_dict(trial.knobs), arch())  # or raises
-    assert report.outcomes == {Outcome.OK: len(trials)}
-    assert report.stopped == ""
+    assert (report.outcomes, report.stopped) == ({Outcome.OK: len(trials)}, "")
 
 
 def test_same_seed_and_same_answers_give_the_same_search(tmp_path: Path) -> None:
@@ -145,15 +142,37 @@ def test_a_small_space_is_tried_whole_and_then_it_ends(store: Store) -> None:
     assert sum(isinstance(event, ProblemFinished) for event in events) == 1
 
 
+def asked_where(won: dict[Problem, Knobs], wanted: Problem, store: Store, trials: int) -> list[Knobs]:
+    """What a search asks, in order, where these have won by far."""
+    for problem, knobs in won.items():
+        trial = make_trial(problem, knobs.to_dict())
+        timings = (replace(each, us=0.5, elements=timed_elements(problem, each.elements)) for each in trial.timings)
+        store.record(replace(trial, timings=tuple(timings)))
+    runner = FakeRunner()
+    tune(options(store, runner, problems=[wanted], trials=trials))
+    return [Knobs.from_dict(knobs) for _, knobs in runner.asked]
+
+
+NEVER_BEGUN_WITH = Knobs(chunks=2, warps=8, load="plain", grid="persistent", stages=2, min_blocks=2)
+
+
 def test_what_wins_next_door_is_tried_early(store: Store) -> None:
     """The winner of n = 256 is nothing that a search would begin with, and yet among the first for n = 512."""
     small, large = problems(256, 512)
-    knobs = Knobs(chunks=2, warps=8, load="plain", grid="persistent", stages=2, min_blocks=2)
-    best = make_trial(small, knobs.to_dict())
-    store.record(replace(best, timings=tuple(replace(timing, us=0.5) for timing in best.timings)))
-    runner = FakeRunner()
-    tune(options(store, runner, problems=[large], trials=4))
-    assert knobs.to_dict() in [asked for _, asked in runner.asked]
+    assert NEVER_BEGUN_WITH in asked_where({small: NEVER_BEGUN_WITH}, large, store, trials=4)
+
+
+def test_pitched_rows_alone_start_from_the_winners_that_are_stored(store: Store) -> None:
+    (problem,) = problems(256)
+    asked = asked_where({problem: NEVER_BEGUN_WITH}, problem.with_io(rows=Rows.PITCHED), store, trials=12)
+    assert (asked[0], len(asked)) == (NEVER_BEGUN_WITH, search.LEAST_OF_CHILD)
+
+
+def test_a_new_matrix_is_begun_with_the_winners_of_the_most_similar_one(store: Store) -> None:
+    new, like, far = (Problem.of(order << 6, DType.FLOAT16, Numerics.FAST, order=order) for order in (28, 20, 12))
+    won = {problem: Space(problem, arch()).seeds()[-1 - place] for place, problem in enumerate((like, far))}
+    assert won[like] != won[far]
+    assert asked_where(won, new, store, trials=2)[0] == Space(new, arch()).closest(won[like])
 
 
 def test_without_a_device_nothing_is_tried_but_the_best_by_the_cost_model(store: Store) -> None:
@@ -210,16 +229,6 @@ def test_a_few_trials_of_pitched_rows_are_the_least(store: Store, trials: int, b
     assert report.stopped == ""
 
 
-def test_pitched_rows_alone_start_from_the_winners_that_are_stored(store: Store) -> None:
-    (problem,) = problems(256)
-    knobs = Knobs(chunks=2, warps=8, load="plain", grid="persistent", stages=2, min_blocks=2)
-    store.record(make_trial(problem, knobs.to_dict()))
-    runner = FakeRunner()
-    tune(options(store, runner, problems=[problem.with_io(rows=Rows.PITCHED)], trials=12))
-    assert runner.asked[0] == (problem.with_io(rows=Rows.PITCHED), knobs.to_dict())
-    assert len(runner.asked) == search.LEAST_OF_CHILD
-
-
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("n", [2, 4, 65536, 131072])
 def test_no_problem_is_its_own_neighbor(n: int, dtype: DType) -> None:
@@ -240,20 +249,6 @@ def test_the_neighbors_of_a_problem_with_a_matrix_have_matrices_too() -> None:
     known.append(Problem.of(13312, DType.BFLOAT16, order=26))
     nearest = nearest_problems(problem, known)
     assert [(each.order, each.length) for each in nearest] == [(20, 512), (172, 512), (28, 64)]
-
-
-def test_a_new_matrix_is_begun_with_the_winners_of_the_most_similar_one(store: Store) -> None:
-    new, like, far = (Problem.of(order << 6, DType.FLOAT16, Numerics.FAST, order=order) for order in (28, 20, 12))
-    won = {problem: Space(problem, arch()).seeds()[-1 - place] for place, problem in enumerate((like, far))}
-    assert won[like] != won[far]
-    for problem, knobs in won.items():
-        trial = make_trial(problem, knobs.to_dict())
-        timings = (replace(each, elements=timed_elements(problem, each.elements)) for each in trial.timings)
-        store.record(replace(trial, timings=tuple(timings)))
-    runner = FakeRunner()
-    tune(options(store, runner, problems=[new], trials=2))
-    (_, first), *_ = runner.asked
-    assert Knobs.from_dict(first) == Space(new, arch()).closest(won[like])
 
 
 def test_problems_with_signs_are_not_tuned() -> None:
@@ -285,8 +280,7 @@ def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:
 def test_a_kernel_of_an_earlier_run_is_not_measured_again() -> None:
     (problem,) = problems(256)
     knobs = Space(problem, arch()).seeds()[0]
-    plan = build_plan(problem, knobs, arch())
-    (kernel,) = build([render(plan)])
+    (kernel,) = build([render(build_plan(problem, knobs, arch()))])
     assert isinstance(kernel, Kernel)
     known = make_trial(problem, knobs.to_dict(), kernel)
     runner, batches = FakeRunner(), [[(problem, knobs)]]
@@ -473,8 +467,7 @@ def test_of_equal_knobs_the_trial_with_most_timings_is_learned_from(store: Store
     for kept in ([trial, newer], [newer, trial]):
         (known,) = known_trials(kept, arch()).values()
         study = Study(space, "Test GPU", known, None, seed=0)
-        assert study.finished == 1
-        assert study.best == scores(trial)
+        assert (study.finished, study.best) == (1, scores(trial))
 
 
 # ---- how it runs ---------------------------------------------------------------------------------------------------
@@ -569,15 +562,6 @@ def test_a_database_that_fails_in_ever_new_ways_is_given_up(store: Store, monkey
     monkeypatch.setattr(mirror, "RDBStorage", fails)
     with pytest.raises(StorageError, match="the disk is full"):
         tune(options(store, FakeRunner()))
-
-
-def test_recorded_trials_replace_a_device(store: Store, tmp_path: Path) -> None:
-    few = arch(chunks=(1, 2), warps=(1, 2, 4), min_blocks=(1,))
-    (problem,) = problems(16)
-    everything = [make_trial(problem, knobs.to_dict()) for knobs in Space(problem, few).legal]
-    best = max(scores(trial)[0] for trial in everything)
-    report = tune(TuneOptions(few, [problem], store, ReplayRunner(everything), None, trials=20))
-    assert report.best[problem][0] == pytest.approx(best)
 
 
 def test_no_trials_search_nothing_and_count_what_there_is(store: Store) -> None:

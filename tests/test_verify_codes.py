@@ -1,7 +1,5 @@
 """Verification of kernels that quantize, on a stand-in for one that is right, or wrong in many ways."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,7 +70,6 @@ class StandIn:
         self.calls += 1
         self.spec.arguments(elements, scale, rows, operands)  # none is missing
         problem, form, dtype = self.problem, self.problem.io.form, self.problem.io.input
-        assert form is not None
         given = array_at(x, elements, dtype)
         values = transform(
             problem, decode(dtype, given).reshape(-1, problem.n), scale, read_operands(problem, operands)

@@ -1,7 +1,5 @@
 """Winners and portfolios: laws over arbitrary trials, what may and may not win, and bundles that are merged."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Sequence
@@ -153,8 +151,7 @@ def test_gpus_of_one_arch_share_a_kernel() -> None:
 def test_hot_decides_up_to_half_of_l2(destination: Destination, elements: int, cache: Cache) -> None:
     hot = make_timing(1.0, elements, destination, Cache.HOT)
     cold = make_timing(2.0, elements, destination, Cache.COLD)
-    decided = cell_value(make_trial(timings=(cold, hot)), destination, elements, H100.l2_bytes)
-    assert decided.cache is cache
+    assert cell_value(make_trial(timings=(cold, hot)), destination, elements, H100.l2_bytes).cache is cache
 
 
 def test_the_other_regime_counts_only_where_the_deciding_one_is_missing() -> None:
@@ -302,8 +299,7 @@ def test_between_buckets_all_calls_count_to_which_no_other_is_nearer() -> None:
     """Calls take the kernel of 1.5M from 1.22M on, and of what was timed 1.1875M is the nearest to those."""
     found = winners((1.0, 1.0, 1.0, 2.0), (2.0, 2.0, 2.0, 1.0), at=MORE_PLACES)
     assert found == {1 << 20: 1, BETWEEN + (1 << 16): 1, 3 << 19: 2}
-    near = winners((1.0, 1.0, 1.0, 2.0), (2.0, 2.0, 1.02, 1.0), at=MORE_PLACES)
-    assert list(near) == [1 << 20, 3 << 19]
+    assert list(winners((1.0, 1.0, 1.0, 2.0), (2.0, 2.0, 1.02, 1.0), at=MORE_PLACES)) == [1 << 20, 3 << 19]
 
 
 def test_a_call_half_way_between_two_counts_is_about_the_larger() -> None:

@@ -1,7 +1,5 @@
 """What a measuring process runs instead of a GPU: the times of a kernel follow from its digest."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -31,6 +31,7 @@ from hadagen.tuning_db.bundle import (
     SIGNATURES,
     SIGNED,
     Bundle,
+    BundleEntry,
     Row,
     Tables,
     columns_of,
@@ -68,7 +69,7 @@ def write_bundle(
 
     `kernel_of`: returns the kernel of a digest with its cubin and PTX (`Store.kernel`), or without both if it is to be
     compiled where it is called; called once for each digest.
-    `arithmetic`: of the winners that batch-invariant calls run, by problem (`winners.invariant_arithmetic`).
+    `arithmetic`: problem → arithmetic of the winners that batch-invariant calls run (`winners.invariant_arithmetic`).
     The same selection gives the same digest. An old bundle is replaced only when the new one is complete and was read.
 
     Raises `UsageError` for a bad arch or a selection of another arch. Raises `StorageError` if the selection is empty
@@ -162,8 +163,9 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
         for row in rows:
             connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
     for number, *_ in tables["problems"]:
-        winners = rows_digest(winners_of(connection, number))
-        connection.execute("UPDATE problems SET winners = ? WHERE id = ?", (winners, number))
+        connection.execute(
+            "UPDATE problems SET winners = ? WHERE id = ?", (rows_digest(winners_of(connection, number)), number)
+        )
     digest = content_digest({table: read_rows(connection, table) for table in OPENED})
     connection.execute("INSERT INTO meta VALUES ('digest', ?)", (digest,))
     connection.execute("COMMIT")
@@ -171,7 +173,7 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
 
 
 def _dictionary(texts: Sequence[bytes]) -> bytes:
-    """What many have in common, for zlib: the beginnings of some. Empty for few, which it would not make smaller."""
+    """A dictionary for zlib: the beginnings of some texts. Empty for few texts, which it would not make smaller."""
     some = texts[:: len(texts) // _IN_DICTIONARY] if len(texts) >= _MANY else ()
     return b"".join(text[: _LOOKS_BACK // _IN_DICTIONARY] for text in some[:_IN_DICTIONARY])
 
@@ -199,7 +201,8 @@ def _tables(
 
     trial_rows = _numbered(trial_row(trial) for trial in trials)
     entries = [
-        (trial_rows[trial_row(selection[cell])], *_entry_row(cell, selection[cell])) for cell in sorted(selection)
+        (trial_rows[trial_row(selection[cell])], *_entry_row(entry_of(cell, selection[cell])))
+        for cell in sorted(selection)
     ]
     return {
         "meta": [("arch", arch), ("date", max(trial.date for trial in trials)), ("hadagen", version("hadagen"))],
@@ -235,20 +238,38 @@ def _kernel_row(kernel: Kernel) -> Row:
     )
 
 
-def _entry_row(cell: WinnerCell, trial: Trial) -> Row:
+def entry_of(cell: WinnerCell, trial: Trial) -> BundleEntry:
+    """The winner of a cell as a bundle has it."""
     times = {t.cache: t for t in trial.timings if (t.destination, t.elements) == (cell.destination, cell.elements)}
     decided = cell_value(trial, cell.destination, cell.elements, trial.environment.l2_bytes)
     assert decided is not None  # no timing, no winner
+    assert trial.kernel is not None  # no kernel, no winner
     hot, cold = times.get(Cache.HOT), times.get(Cache.COLD)
-    return (
-        cell.destination.value,
-        cell.elements,
-        decided.cache.value,
-        hot and hot.us,
-        hot and hot.copy_us,
-        cold and cold.us,
-        cold and cold.copy_us,
+    return BundleEntry(
+        problem=cell.problem,
+        arch=cell.arch,
+        environment=trial.environment,
+        destination=cell.destination,
+        elements=cell.elements,
+        kernel=trial.kernel.digest,
+        launch=trial.kernel.launch,
+        knobs=trial.knobs,
+        errors=trial.errors,
+        provenance=trial.provenance,
+        date=trial.date,
+        nvcc=trial.kernel.nvcc,
+        cache=decided.cache,
+        hot_us=hot.us if hot else None,
+        hot_copy_us=hot.copy_us if hot else None,
+        cold_us=cold.us if cold else None,
+        cold_copy_us=cold.copy_us if cold else None,
+        portable=cell.portable,
     )
+
+
+def _entry_row(entry: BundleEntry) -> Row:
+    times = entry.hot_us, entry.hot_copy_us, entry.cold_us, entry.cold_copy_us
+    return entry.destination.value, entry.elements, entry.cache.value, *times
 
 
 def _json(values: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())
 # Message of SQLite → our sentence. Its messages are part of its interface; Python 3.10 does not give error codes.
 _DAMAGED = "{place} is damaged; restore it from a copy, or name another file to start a new database"
 _URL = "postgresql://USER:PASSWORD@HOST/DATABASE"
-# What begins like a URL, or has a password as a URL has, but is none. A file of such a name has "./" before it.
+# Text that begins like a URL, or has a password as a URL has, but is no URL. To name such a file, write "./" before it.
 _ALMOST_A_URL = re.compile(
     r"(?i)\s*[a-z][a-z0-9+.-]*\s*:/|\s*(postgres(ql)?|psql|pgsql|sqlite|mysql|mariadb)(\+\w*)?\s*(:|;|//)"
     r"|(?![./~]|\w+/)[^@]*:[^@]*@|//[^@]*@|(.*\s)?password\s*="
@@ -83,12 +83,8 @@ class Database:
         self.url = self._url.render_as_string(hide_password=False)
         self._path = _file(self._url)
         self._on_server = self._url.get_backend_name() == "postgresql"
-        self.read_only = False
-        if self._path is not None:
-            self.place = str(self._path)
-            self.read_only = _inspect_file(self._path)
-        else:
-            self.place = postgresql.place_of(self._url)
+        self.place = str(self._path or postgresql.place_of(self._url))
+        self.read_only = self._path is not None and _inspect_file(self._path)
         self.engine_options: dict[str, Any] = (
             postgresql.engine_options(self._url) if self._on_server else {"connect_args": {"timeout": BUSY_SECONDS}}
         )
@@ -113,8 +109,7 @@ class Database:
         If the server is lost, `work` is called again, unless not `patient`, and finds what it wrote before or not.
         """
         self.check_writable()
-        seconds = PATIENCE_SECONDS if patient else 0.0
-        return self.patiently(lambda: self._transact(self._writer, work), seconds)
+        return self.patiently(lambda: self._transact(self._writer, work), PATIENCE_SECONDS if patient else 0.0)
 
     def patiently(self, work: Callable[[], T], seconds: float | None = None) -> T:
         """Call `work`, and again if it lost the server, until that was away for so many `seconds`
@@ -215,21 +210,19 @@ class Database:
         with self.lent(), self._values_checked(), self._engine.begin() as connection:
             version = self._version(connection)
             if self._on_server and version == SCHEMA_VERSION:
-                tables = list(Base.metadata.tables)
-                self.read_only = bool(connection.scalar(text(postgresql.IS_READ_ONLY), {"tables": tables}))
-        if version == SCHEMA_VERSION:
-            if self._path is not None and not self.read_only:
-                self._let_readers_and_writers_overlap()
-            return
-        if self.read_only:
-            raise StorageError(
-                f"{self.place} has schema {version or 'none'}, not {SCHEMA_VERSION}, and is read-only; "
-                "make it writable, or open a copy that is, and it will be upgraded"
-            )
-        version = self.patiently(self._upgrade)
-        if version not in (None, SCHEMA_VERSION):
-            _log.warning("%s was upgraded from schema %s to %s", self.place, version, SCHEMA_VERSION)
-        if self._path is not None:
+                self.read_only = bool(
+                    connection.scalar(text(postgresql.IS_READ_ONLY), {"tables": list(Base.metadata.tables)})
+                )
+        if version != SCHEMA_VERSION:
+            if self.read_only:
+                raise StorageError(
+                    f"{self.place} has schema {version or 'none'}, not {SCHEMA_VERSION}, and is read-only; "
+                    "make it writable, or open a copy that is, and it will be upgraded"
+                )
+            version = self.patiently(self._upgrade)
+            if version not in (None, SCHEMA_VERSION):
+                _log.warning("%s was upgraded from schema %s to %s", self.place, version, SCHEMA_VERSION)
+        if self._path is not None and not self.read_only:
             self._let_readers_and_writers_overlap()
 
     def _upgrade(self) -> str | None:
@@ -356,14 +349,14 @@ def _url(where: str | os.PathLike[str]) -> URL:
         )
     if "://" not in text_form:
         if isinstance(where, str) and _ALMOST_A_URL.match(text_form):  # not shown, as it may have a password
-            raise UsageError(f"the database is neither a file nor a URL; write such as {_URL}, or ./NAME for a file")
+            raise UsageError(f"the database is neither a file nor a URL; write a URL like {_URL}, or ./NAME for a file")
         return URL.create("sqlite", database=os.path.abspath(text_form))
     try:
         url = make_url(text_form)
         backend = url.get_backend_name()
     except (SQLAlchemyError, ValueError):
         # Any part of it may be a password, so it is not shown, nor is the error that quotes it.
-        raise UsageError(f"the URL of the database cannot be read; write such as {_URL}, or name a file") from None
+        raise UsageError(f"the URL of the database cannot be read; write a URL like {_URL}, or name a file") from None
     if backend in ("postgresql", "postgres"):
         return postgresql.checked(url)
     if backend != "sqlite":

@@ -52,8 +52,9 @@ def connect_read_only(
     path: str | os.PathLike[str], *, immutable: bool, check_same_thread: bool = True
 ) -> sqlite3.Connection:
     """An SQLite connection to a file. The path may have bytes that are no UTF-8, or begin with two slashes."""
-    uri = f"{_uri(path)}?mode=ro{'&immutable=1' if immutable else ''}"
-    return sqlite3.connect(uri, uri=True, check_same_thread=check_same_thread)
+    return sqlite3.connect(
+        f"{_uri(path)}?mode=ro{'&immutable=1' if immutable else ''}", uri=True, check_same_thread=check_same_thread
+    )
 
 
 def connect_alone(path: str | os.PathLike[str]) -> sqlite3.Connection:

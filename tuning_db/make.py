@@ -22,8 +22,7 @@ def make_bundle(store: Store, arch: str, path: Path, loss: float = LOSS) -> Sele
 
     Raises `UsageError` as `check_keeps_winners` does, and `StorageError` as `write_bundle` does.
     """
-    trials = (trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK)
-    rankings = ranked_by_cell(trials)
+    rankings = ranked_by_cell(trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK)
     selection = portfolio_of(rankings, loss)
     if selection:
         check_keeps_winners(path, store, arch, ((cell.problem, cell.gpu) for cell in selection))
@@ -37,7 +36,8 @@ def check_keeps_winners(path: Path, store: Store, arch: str, known: Iterable[tup
     Winners of a problem on a GPU would be lost if the database has no ok trial of that problem on that GPU. Winners
     whose kernels the database itself refuses may go.
 
-    known: problems and GPUs of which it has such trials, or will have before the bundle is replaced.
+    known: pairs of a problem and a GPU for which the database has such trials, or will have them before the bundle is
+        replaced.
     """
     lost = measured_in(path)
     for place in known:

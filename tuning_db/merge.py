@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hadagen.errors import UsageError
 from hadagen.problem.problem import Problem
-from hadagen.problem.regimes import Cache, destinations
+from hadagen.problem.regimes import destinations
 from hadagen.problem.trial import Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
@@ -44,7 +44,7 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     """Write one bundle with the winners of several of one arch, such as of an H100 and an H200, and return them.
 
     If two bundles have a winner for the same cell, the better winner is taken, as a search would do. A winner between
-    buckets was found beside the winners of the buckets around it, and is taken only together with these. A winner that
+    buckets was found together with the winners of the buckets around it, and is taken only with them. A winner that
     misses its problem's error bound, which may have been wider when it was found, is left out. Batch-invariant calls
     keep the arithmetic of the first bundle that names one for a problem, if winners in both destinations still have it.
 
@@ -74,11 +74,6 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     return selection
 
 
-def with_kernels(selection: Selection, kernels: Mapping[str, Kernel]) -> Selection:
-    """The winners with other kernels, which are given by the digests of theirs."""
-    return {cell: replace(trial, kernel=kernels[digest_of(trial)]) for cell, trial in selection.items()}
-
-
 def _best(selections: Iterable[Selection]) -> Selection:
     """Cell → the best of its winners."""
     trials = [trial for selection in selections for trial in selection.values()]
@@ -102,7 +97,7 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
 
 
 def arithmetic_of(bundle: Bundle) -> dict[Problem, str]:
-    """What `write_bundle` takes beside the winners of a bundle."""
+    """Problem → arithmetic, as `write_bundle` takes it besides the winners of a bundle."""
     return {problem: bundle.arithmetic(problem) for problem in bundle.problems()}
 
 
@@ -119,7 +114,6 @@ def kernels_of(selection: Selection) -> dict[str, Kernel]:
 
 
 def _trial(entry: BundleEntry, kernel: Kernel) -> Trial:
-    times = {Cache.HOT: (entry.hot_us, entry.hot_copy_us), Cache.COLD: (entry.cold_us, entry.cold_copy_us)}
     return Trial(
         problem=entry.problem,
         arch=entry.arch,
@@ -130,8 +124,7 @@ def _trial(entry: BundleEntry, kernel: Kernel) -> Trial:
         errors=dict(entry.errors),
         timings=tuple(
             Timing(entry.elements, entry.destination, cache, us, us, us, copy_us)
-            for cache, (us, copy_us) in times.items()
-            if us is not None and copy_us is not None
+            for cache, (us, copy_us) in entry.times.items()
         ),
         environment=entry.environment,
         date=entry.date,

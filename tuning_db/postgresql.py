@@ -11,10 +11,10 @@ from typing import Any
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, install
 
 DIALECT = "postgresql+psycopg"
-INSTALL = "pip install 'hadagen[fleet]'"
+INSTALL = install("fleet")
 # A transaction that does nothing for so long is undone: its client may be gone, its locks are not. One that writes, for
 # which others wait, after less than they wait.
 ABANDONED_SECONDS = 300
@@ -34,7 +34,7 @@ _CONNECTION = {
 
 _PLACES = "host", "hostaddr", "port", "service", "dbname", "user"  # options of a URL
 
-# What a role needs to record trials, beside reading them.
+# Whether a role lacks a right that recording trials needs, besides reading them.
 IS_READ_ONLY = """
     SELECT current_setting('transaction_read_only') = 'on' OR NOT bool_and(has_table_privilege(name, does))
     FROM unnest(CAST(:tables AS text[])) AS name, unnest(ARRAY['INSERT', 'UPDATE', 'DELETE']) AS does
@@ -84,7 +84,7 @@ def checked(url: URL) -> URL:
 
 
 def place_of(url: URL) -> str:
-    """The URL for messages, without secrets: of its options, those that say where the server is."""
+    """The URL for messages, without secrets; of its options, only those that say where the server is are kept."""
     others = [name for name in url.query if name not in _PLACES]
     return url.difference_update_query(others).render_as_string(hide_password=True)
 
@@ -119,16 +119,14 @@ def is_lost(error: SQLAlchemyError) -> bool:
 def sentence(error: DBAPIError, url: URL, busy_seconds: float) -> str:
     """One sentence that says what failed, and what to do."""
     reason = _reason(error)
-    for secret in (url.password, url.query.get("sslpassword")):
-        if secret:
-            reason = reason.replace(str(secret), "***")
+    for secret in filter(None, (url.password, url.query.get("sslpassword"))):
+        reason = reason.replace(str(secret), "***")
     known = {"place": place_of(url), "database": url.database, "reason": reason, "busy": busy_seconds}
     code = _code(error)
     if code is not None:
         return _BY_CODE.get(code, _UNKNOWN).format(**known)
     said = str(error.orig)
-    found = (each for pattern, each in _BY_TEXT.items() if re.search(pattern, said))
-    return next(found, _UNKNOWN).format(**known)
+    return next((each for pattern, each in _BY_TEXT.items() if re.search(pattern, said)), _UNKNOWN).format(**known)
 
 
 def _code(error: DBAPIError) -> str | None:
@@ -138,7 +136,7 @@ def _code(error: DBAPIError) -> str | None:
 
 
 def _reason(error: DBAPIError) -> str:
-    """What the server said, or libpq: in one line, without statement and address."""
+    """The message of the server or of libpq in one line, without statement and address."""
     said = getattr(getattr(error.orig, "diag", None), "message_primary", None) or str(error.orig)
     last = str(said).strip().split("\n")[0].rpartition(" failed: ")[2] or str(said)
     return " ".join(last.removeprefix("FATAL:").split())

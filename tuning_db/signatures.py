@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, UsageError, install
 
 # The DER of a public key of Ed25519 begins so, and 32 bytes follow: https://www.rfc-editor.org/rfc/rfc8410#section-4
 _SPKI = bytes.fromhex("302a300506032b6570032100")
@@ -32,7 +32,7 @@ _MAKE = "make one with: openssl genpkey -algorithm ed25519 -out KEY"
 
 @dataclass(frozen=True)
 class Statement:
-    """What a signature is of: the format of a bundle, its arch, and its content digest."""
+    """The statement that a signature signs: the format of a bundle, its arch, and its content digest."""
 
     format: int
     arch: str
@@ -63,18 +63,17 @@ class PublicKey:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a bundle says is a signature of it: the public key and the signature, in hexadecimal digits.
+    """A signature as a bundle has it, unchecked: the public key and the signature, in hexadecimal digits.
 
-    Raises `ValueError` if they have other digits, or another number of them.
+    Raises `ValueError` if a field has other characters, or another length.
     """
 
     key: str
     signature: str
 
     def __post_init__(self) -> None:
-        for digits, count in ((self.key, 64), (self.signature, 128)):
-            if not re.fullmatch(rf"[0-9a-f]{{{count}}}", digits):
-                raise ValueError("a signature has another form")
+        if not (re.fullmatch("[0-9a-f]{64}", self.key) and re.fullmatch("[0-9a-f]{128}", self.signature)):
+            raise ValueError("a signature has another form")
 
     @property
     def signer(self) -> PublicKey:
@@ -82,7 +81,8 @@ class Signature:
         return PublicKey(bytes.fromhex(self.key))
 
     def is_of(self, statement: Statement) -> bool:
-        """Whether the key that it names made it, of this statement. Raises `StorageError` without cryptography."""
+        """Whether this is a valid signature of `statement` by the key that it names. Raises `StorageError` without
+        cryptography."""
         ed25519 = _ed25519()
         from cryptography.exceptions import InvalidSignature
 
@@ -188,6 +188,6 @@ def _ed25519() -> Any:
     except ImportError:
         raise StorageError(
             "the Python package cryptography, which makes and checks signatures, is not installed; "
-            "install it with: pip install 'hadagen[sign]'"
+            f"install it with: {install('sign')}"
         ) from None
     return ed25519

@@ -7,6 +7,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from math import inf, nan
 from typing import Any, NamedTuple, TypeVar
@@ -58,11 +59,11 @@ _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
 }
 
 
-class Store(Database):
+class Store(Database, AbstractContextManager["Store"]):
     """A tuning database. Several threads and processes may use it at once.
 
     Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
-    again what it does, see `hadagen.tuning_db.database`.
+    repeats its work, see `hadagen.tuning_db.database`.
     """
 
     @classmethod
@@ -72,9 +73,6 @@ class Store(Database):
         A file without write permission is opened for reading.
         """
         return cls(where, _seal_rows)
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -104,9 +102,11 @@ class Store(Database):
                 wanted = select(TrialRow.id).where(TrialRow.id == row.id)
                 new = {_where(timing) for timing in trial.timings}
                 kept = [timing for timing in _timings(session, wanted)[row.id] if _where(timing) not in new]
-                detail = "; ".join(filter(None, (row.detail, trial.detail)))
                 whole = replace(
-                    trial, timings=(*kept, *trial.timings), detail=detail, seconds=row.seconds + trial.seconds
+                    trial,
+                    timings=(*kept, *trial.timings),
+                    detail="; ".join(filter(None, (row.detail, trial.detail))),
+                    seconds=row.seconds + trial.seconds,
                 )
             stored.update(session.scalars(select(TrialRow.seal).where(TrialRow.id.in_(_record(session, [whole])))))
 
@@ -185,19 +185,25 @@ class _Place(NamedTuple):
     provenance: str
 
 
-def _places(session: Session, trials: Iterable[Trial]) -> list[_Place]:
-    problems: dict[Problem, int] = {}
-    environments: dict[Environment, int] = {}
-    places = []
-    for trial in trials:
-        problem, environment = trial.problem, trial.environment
-        if problem not in problems:
-            problems[problem] = row_of(session, ProblemRow, {"key": problem.key}).id
-        if environment not in environments:
-            environments[environment] = row_of(session, EnvironmentRow, dict(vars(environment))).id
-        key, provenance = knobs_key(trial.knobs), trial.provenance.value
-        places.append(_Place(problems[problem], trial.arch, key, environments[environment], provenance))
-    return places
+def _places(session: Session, trials: Sequence[Trial]) -> list[_Place]:
+    problems = {
+        problem: row_of(session, ProblemRow, {"key": problem.key}).id
+        for problem in dict.fromkeys(trial.problem for trial in trials)
+    }
+    environments = {
+        environment: row_of(session, EnvironmentRow, dict(vars(environment))).id
+        for environment in dict.fromkeys(trial.environment for trial in trials)
+    }
+    return [
+        _Place(
+            problems[trial.problem],
+            trial.arch,
+            knobs_key(trial.knobs),
+            environments[trial.environment],
+            trial.provenance.value,
+        )
+        for trial in trials
+    ]
 
 
 def _record(session: Session, trials: Sequence[Trial]) -> list[int]:
@@ -208,8 +214,7 @@ def _record(session: Session, trials: Sequence[Trial]) -> list[int]:
     last = dict(zip(places, trials, strict=True))
     ids = _ids(session, last)
     if ids:
-        changed = [{"id": ids[place], **_trial_columns(last[place], kernels)} for place in ids]
-        session.execute(update(TrialRow), changed)
+        session.execute(update(TrialRow), [{"id": ids[place], **_trial_columns(last[place], kernels)} for place in ids])
         session.execute(delete(ErrorRow).where(ErrorRow.trial_id.in_(ids.values())))
         session.execute(delete(TimingRow).where(TimingRow.trial_id.in_(ids.values())))
     if new := [place._asdict() | _trial_columns(last[place], kernels) for place in last if place not in ids]:
@@ -232,15 +237,14 @@ def _record(session: Session, trials: Sequence[Trial]) -> list[int]:
 def _ids(session: Session, places: Collection[_Place]) -> dict[_Place, int]:
     """The row numbers of those places that have a trial."""
     columns = [getattr(TrialRow, name) for name in _Place._fields]
-    query = select(TrialRow.id, *columns)
-    for i, column in enumerate(columns):
-        query = query.where(column.in_({place[i] for place in places}))
+    named = (column.in_({place[i] for place in places}) for i, column in enumerate(columns))
+    query = select(TrialRow.id, *columns).where(*named)
     found = {_Place(*place): number for number, *place in session.execute(query)}
     return {place: found[place] for place in places if place in found}
 
 
 def _trial_columns(trial: Trial, kernels: Mapping[str, tuple[int, Kernel]]) -> dict[str, object]:
-    """Those that do not identify it. kernels: digest → row number, and the kernel as it is stored."""
+    """The columns of a trial that do not identify it. kernels: digest → row number, and the kernel as it is stored."""
     kernel_id, kernel = kernels[trial.kernel.digest] if trial.kernel else (None, None)
     return {
         "knobs": trial.knobs,
@@ -264,8 +268,8 @@ def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Ro
 
 
 def _kernels(session: Session, kernels: Iterable[Kernel]) -> dict[str, tuple[int, Kernel]]:
-    """Digest → row number, and the kernel as it is stored, without its blobs. Those that are missing are added. One
-    that an earlier hadagen wrote learns its arithmetic."""
+    """Digest → row number, and the kernel as it is stored, without its blobs. Missing kernels are added. A kernel that
+    an earlier hadagen wrote gets its arithmetic."""
     wanted = {kernel.digest: kernel for kernel in kernels}
     found = {}
     for row in session.scalars(
@@ -280,13 +284,16 @@ def _kernels(session: Session, kernels: Iterable[Kernel]) -> dict[str, tuple[int
             row.seal = _seal_of_kernel(replace(stored, launch=replace(stored.launch, arithmetic=arithmetic)))
         found[row.digest] = row.id, _kernel(row, blobs=False)
     if new := [kernel for digest, kernel in wanted.items() if digest not in found]:
-        rows = [{**vars(kernel), **kernel.launch.to_dict(), "seal": _seal_of_kernel(kernel)} for kernel in new]
-        for each in rows:
-            del each["launch"]
-        session.execute(insert(KernelRow), rows)
+        session.execute(insert(KernelRow), [_kernel_columns(kernel) for kernel in new])
         numbers = session.execute(select(KernelRow.digest, KernelRow.id).where(KernelRow.digest.in_(wanted)))
         found |= {digest: (number, wanted[digest]) for digest, number in numbers if digest not in found}
     return found
+
+
+def _kernel_columns(kernel: Kernel) -> dict[str, object]:
+    columns = {**vars(kernel), **kernel.launch.to_dict(), "seal": _seal_of_kernel(kernel)}
+    del columns["launch"]
+    return columns
 
 
 def _timing_columns(trial_id: int, position: int, timing: Timing) -> dict[str, object]:
@@ -411,7 +418,7 @@ def _seal_rows(session: Session) -> None:
 
 
 def _former_digests(kernel: Kernel) -> set[str]:
-    """What the kernel was called by versions to which a launch was nothing, or nothing of when it starts."""
+    """The digests that earlier versions gave the kernel: of its cubin without the launch, or without `starts_early`."""
     launch = kernel.launch.digested()
     early = launch.pop("starts_early")
     said = [b""] if early else [b"", json.dumps(launch, sort_keys=True).encode()]
@@ -424,7 +431,8 @@ def _seal_of_kernel(kernel: Kernel) -> str:
 
 
 def _seal_of_trial(trial: Trial) -> str:
-    """Of all its fields in order, without the blobs of its kernel. A database gives times and errors back as floats."""
+    """The seal of a trial: all its fields in order, without the blobs of its kernel. A database gives times and errors
+    back as floats."""
     plain = {
         "problem": trial.problem.key,
         "kernel": trial.kernel and _plain(trial.kernel),
@@ -437,7 +445,7 @@ def _seal_of_trial(trial: Trial) -> str:
 
 
 def _plain(kernel: Kernel) -> dict[str, Any]:
-    """What a kernel says, without its blobs and its arithmetic, which may be added later."""
+    """The fields of a kernel, without its blobs and its arithmetic, which may be added later."""
     launch = kernel.launch.to_dict()
     del launch["arithmetic"]
     return vars(kernel) | {"launch": launch, "cubin": 0, "ptx": 0, "source": 0}
@@ -448,7 +456,7 @@ def _sha256(values: list[Any]) -> str:
 
 
 def _values(kind: type, row: Base | None) -> dict[str, Any]:
-    """What a row says of the fields of a dataclass."""
+    """The values that a row has for the fields of a dataclass."""
     _check(row)
     return {field.name: getattr(row, field.name) for field in fields(kind)}
 
@@ -469,5 +477,5 @@ def _check(row: Base | None) -> None:
 
 
 def _damaged(model: type[Base], column: str, value: object) -> ValueError:
-    """What `Database` says in a sentence."""
+    """The error for a value that does not fit its column; `Database` makes a sentence of it."""
     return ValueError(f"{model.__tablename__}.{column} is {shown(value)}")

@@ -64,7 +64,7 @@ class WinnerCell:
 
     @property
     def line(self) -> WinnerCell:
-        """The same cell without its number of elements: what all cells share among which only that number decides."""
+        """The same cell without its number of elements. Cells with the same line differ in that number alone."""
         return replace(self, elements=0)
 
 
@@ -138,11 +138,12 @@ def invariant_arithmetic(
     winners: Mapping[WinnerCell, Trial], rankings: Mapping[WinnerCell, Sequence[RankedTrial]]
 ) -> dict[Problem, str]:
     """For each problem of contiguous rows, the arithmetic of the kernels that batch-invariant calls run, so that a row
-    has the same bits in every call: of those that portable winners have in both destinations, the one that loses least.
+    has the same bits in every call. Of the arithmetics that portable winners have in both destinations, the one that
+    loses least is chosen.
 
-    winners: of the trials on one arch that `rankings` has, from `ranked_by_cell`. A call runs the nearest winner of
-    that arithmetic, by element count. Its loss is what it scores worse than the best trial of a bucket, in the
-    geometric mean over all buckets and GPUs.
+    winners: those of the trials in `rankings`, which are of one arch and come from `ranked_by_cell`. A call runs the
+        winner of that arithmetic with the nearest element count. The loss of an arithmetic says how much worse than the
+        best trial of a bucket these winners score, in the geometric mean over all buckets and GPUs.
     """
     named: dict[Problem, dict[str, _Lines]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for cell, trial in winners.items():
@@ -158,9 +159,10 @@ def invariant_arithmetic(
             if len(lines) == len(destinations(cell.problem)):
                 by_gpu = lines[cell.destination]
                 line = by_gpu.get(cell.gpu) or next(iter(by_gpu.values()))
-                run = line[nearest(sorted(line), cell.elements)]
                 # A kernel that is not among the ranked was too slow to be timed.
-                losses[cell.problem][name] += log(scores.get(run, ranked[-1].score) / ranked[0].score)
+                losses[cell.problem][name] += log(
+                    scores.get(line[nearest(sorted(line), cell.elements)], ranked[-1].score) / ranked[0].score
+                )
     return {problem: min(sorted(of), key=of.__getitem__) for problem, of in losses.items()}
 
 
@@ -181,7 +183,7 @@ def lacking_between(
 ) -> dict[WinnerCell, Trial]:
     """The winners that calls lack between the buckets, by cell.
 
-    winners: those of the buckets.
+    winners: the winners of the buckets.
     rankings: ranked trials by cell, best first.
 
     Consider the calls that are nearest to a cell between buckets. If a kernel that they run was timed in the cell, and
@@ -236,8 +238,9 @@ def _lacking(
 def _calls_about(counts: Sequence[int], n: int) -> dict[int, tuple[int, int]]:
     """For each of ascending element counts, the smallest and the largest call to which it is the nearest."""
     ends = [isqrt(low * high - 1) // n * n for low, high in pairwise(counts)]  # the last calls nearer to `low`
-    spans = zip([counts[0], *(end + n for end in ends)], [*ends, counts[-1]], strict=True)
-    return dict(zip(counts, spans, strict=True))
+    return dict(
+        zip(counts, zip([counts[0], *(end + n for end in ends)], [*ends, counts[-1]], strict=True), strict=True)
+    )
 
 
 def near_best(ranked: Sequence[RankedTrial], loss: float = LOSS) -> list[RankedTrial]:
@@ -314,8 +317,7 @@ def _scored(candidates: Sequence[_Candidate]) -> Iterator[RankedTrial]:
             yield RankedTrial(trial, timing, timing.us)
             continue
         share = other_share(trial.problem, timing.elements, timing.destination, trial.environment.l2_bytes)
-        score = timing.us ** (1 - share) * (other.us if other else slowest) ** share
-        yield RankedTrial(trial, timing, score)
+        yield RankedTrial(trial, timing, timing.us ** (1 - share) * (other.us if other else slowest) ** share)
 
 
 def _age(candidate: _Candidate) -> tuple[str, str]:
@@ -329,14 +331,16 @@ def closest_trials(trials: Iterable[Trial], most: int) -> list[Trial]:
 
     The order of the trials does not matter.
     """
-    closest: dict[str, tuple[float, Trial]] = {}
-    for ranked in (ranked for cell, ranked in ranked_by_cell(trials).items() if cell.is_bucket):
-        for each in ranked:
-            slowdown, digest = each.score / ranked[0].score, digest_of(each.trial)
-            if digest not in closest or slowdown < closest[digest][0]:
-                closest[digest] = slowdown, each.trial
-    order = sorted(closest, key=lambda digest: (closest[digest][0], digest))
-    return [closest[digest][1] for digest in order[:most]]
+    slowdowns = [
+        (each.score / ranked[0].score, digest_of(each.trial), each.trial)
+        for cell, ranked in ranked_by_cell(trials).items()
+        if cell.is_bucket
+        for each in ranked
+    ]
+    closest: dict[str, Trial] = {}
+    for _, digest, trial in sorted(slowdowns, key=lambda each: each[:2]):
+        closest.setdefault(digest, trial)
+    return list(closest.values())[:most]
 
 
 def arithmetic_in(trial: Trial) -> str:

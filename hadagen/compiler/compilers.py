@@ -15,51 +15,27 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
-from typing import Protocol
 
 from hadagen.compiler import nvrtc, nvrtc_calls, programs
 from hadagen.compiler.programs import Finished, one_line
-from hadagen.errors import NoCompilerError, StorageError, ToolchainError, printable
+from hadagen.errors import NoCompilerError, StorageError, ToolchainError, install, printable
 
 _OF_A_SHELL = {"$", "`"}  # a shell replaces these even within the quotation marks of nvcc around a path
-NVCC_HINT = "install the CUDA toolkit 12.1 or newer, or: pip install 'hadagen[nvcc]'"
+NVCC_HINT = f"install the CUDA toolkit 12.1 or newer, or: {install('nvcc')}"
 # The last ptxas whose cubins for sm_90 load in drivers before 580.
 PTXAS_HINT = "name one with --ptxas, or: pip install nvidia-cuda-nvcc-cu12==12.9.86"
 
 
-class Compiler(Protocol):
-    """Compiles one source at a time, in a program of its own.
-
-    version: all that it says of its version. release: what kernels keep of that, such as "nvrtc 13.0.88", or "13.0.88"
-    for nvcc. flags: everything besides source, headers and arch that its code depends on. hint: what to do if it
-    compiles nothing.
-    """
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def release(self) -> str: ...
-    @property
-    def flags(self) -> tuple[str, ...]: ...
-    @property
-    def hint(self) -> str: ...
-
-    def compile(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
-        """Compile `stem`.cu in `folder`, where its headers are, to `stem`.ptx and `stem`.cubin. `arch`: such as
-        "sm_90". The log has the report of the back end on what the kernel uses.
-
-        Raises `Stopped` when `stopped` is set, and `ToolchainError` if the compiler cannot be started.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class NvrtcProgram:
-    """NVRTC, in a process for each source."""
+    """NVRTC, in a process for each source.
+
+    Like `Nvcc`, it compiles one source at a time, in a program of its own, and has these attributes:
+
+    version: all that the compiler says of its version. release: the version as kernels record it, such as
+    "nvrtc 13.0.88", or "13.0.88" for nvcc. flags: everything besides source, headers and arch that its
+    code depends on. hint: what to do if it compiles nothing.
+    """
 
     library: nvrtc.Nvrtc
     flags: tuple[str, ...] = nvrtc.FLAGS
@@ -86,6 +62,11 @@ class NvrtcProgram:
         return f"{self.kind} {self.library.release}"
 
     def compile(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
+        """Compile `stem`.cu in `folder`, where its headers are, to `stem`.ptx and `stem`.cubin. `arch`: such as
+        "sm_90". The log has the report of the back end on the kernel's resource usage.
+
+        Raises `Stopped` when `stopped` is set, and `ToolchainError` if the compiler cannot be started.
+        """
         program = [sys.executable, "-I", "-S", nvrtc_calls.__file__, self.path, stem]
         return run([*program, f"-arch={arch}", *self.flags], self.hint, folder, stopped)
 
@@ -162,22 +143,23 @@ class Ptxas:
 
     @property
     def release(self) -> str:
-        """What kernels keep of the version, such as "ptxas 12.9.86"."""
+        """The version as kernels record it, such as "ptxas 12.9.86"."""
         return f"{self.kind} {_release_in(self.version)}"
 
     def assemble(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
-        """Assemble `stem`.ptx in `folder` to `stem`.cubin. `arch`: such as "sm_90". The log has the report on what the
-        kernel uses. Raises as `Compiler.compile` does."""
+        """Assemble `stem`.ptx in `folder` to `stem`.cubin. `arch`: such as "sm_90". The log has the report on the
+        kernel's resource usage. Raises as `NvrtcProgram.compile` does."""
         command = [self.path, "-O3", "-v", f"-arch={arch}", f"{stem}.ptx", "-o", f"{stem}.cubin"]
         return run(command, PTXAS_HINT, folder, stopped)
 
 
-COMPILERS: dict[str, type[NvrtcProgram] | type[Nvcc]] = {each.kind: each for each in (NvrtcProgram, Nvcc)}
+Compiler = NvrtcProgram | Nvcc
+COMPILERS: dict[str, type[Compiler]] = {each.kind: each for each in (NvrtcProgram, Nvcc)}
 DEFAULT = NvrtcProgram.kind
 
 
 def find_tool(tool: str, hint: str = NVCC_HINT) -> str:
-    """The path of a program of the CUDA toolkit: on PATH, else in $CUDA_HOME, else of the installed wheels.
+    """The path of a program of the CUDA toolkit: on PATH, else in $CUDA_HOME, else in the installed wheels.
 
     Raises `NoCompilerError`, with the hint, if there is none.
     """
@@ -194,7 +176,7 @@ def find_tool(tool: str, hint: str = NVCC_HINT) -> str:
 
 
 def _version_of(path: str, kind: str, hint: str) -> str:
-    """What a tool says of its version. Raises `ToolchainError`, with the hint, if it cannot be run."""
+    """The output of a tool for `--version`. Raises `ToolchainError`, with the hint, if it cannot be run."""
     answer = run([path, "--version"], hint)
     if not answer.ok:
         reason = answer.passing or f"fails, so this {kind} is broken: {answer.first_lines}"

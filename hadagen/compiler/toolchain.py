@@ -58,9 +58,9 @@ class Toolchain:
 
     @classmethod
     def find(cls, kind: str = DEFAULT) -> Toolchain:
-        """With a compiler of that kind. For NVRTC, nvcc stands in where only that is there.
+        """The toolchain with a compiler of that kind. nvcc replaces NVRTC if only nvcc is installed.
 
-        Raises `ToolchainError` if there is none, or none that works.
+        Raises `ToolchainError` if there is none, or none works.
         """
         if kind not in COMPILERS:
             raise UsageError(f"there is no compiler {shown(kind)}; {choice(kind, COMPILERS)}")
@@ -103,7 +103,8 @@ class Toolchain:
         # Equal sources have one key, and are built once.
         if missing := {key: source for key, source in keyed if key not in built}:
             with self.cache.workspace() as folder:
-                built |= self._build(missing, arch, folder, jobs, stopped or Event())
+                stopped = stopped or Event()
+                built |= _each(lambda key: self._one(key, missing[key], arch, folder, stopped), missing, jobs, stopped)
         return [self._result(built[key], source, arch) for key, source in keyed]
 
     def build_all(self, sources: Sequence[Source], arch: Arch, *, stopped: Event | None = None) -> list[Kernel]:
@@ -119,12 +120,6 @@ class Toolchain:
                 )
             kernels.append(built)
         return kernels
-
-    def _build(
-        self, sources: Mapping[str, Source], arch: Arch, folder: Path, jobs: int, stopped: Event
-    ) -> dict[str, _Built]:
-        """Compile sources that are given with their keys. Returns key → result."""
-        return _each(lambda key: self._one(key, sources[key], arch, folder, stopped), sources, jobs, stopped)
 
     def _one(self, key: str, source: Source, arch: Arch, folder: Path, stopped: Event) -> _Built:
         """Compile one source and store the kernel in the cache."""
@@ -145,8 +140,8 @@ class Toolchain:
     def _compile(
         self, stem: str, text: str, arch: Arch, folder: Path, stopped: Event
     ) -> tuple[Finished, dict[str, bytes]]:
-        """How the compiler ended, and its files if it succeeded. Success without sound files is a failure that may
-        pass."""
+        """How the compiler ended, and its files if it succeeded. A success without sound files counts as a failure that
+        may pass."""
         with TemporaryDirectory(dir=folder) as name:
             own = Path(name)
             for file, written in {**self.headers, f"{stem}.cu": text}.items():
@@ -181,7 +176,6 @@ class Toolchain:
         if isinstance(built, NotTried):
             return built
         report = built["log.txt"].decode()
-        registers, spilled = _resources(report)
         return Kernel(
             digest=kernel_digest(built["kernel.cubin"], source.launch),
             entry=ENTRY,
@@ -190,13 +184,15 @@ class Toolchain:
             cubin=built["kernel.cubin"],
             ptx=built["kernel.ptx"],
             launch=source.launch,
-            registers=registers,
-            spill_bytes=spilled,
+            registers=_reported(report, _REGISTERS),
+            spill_bytes=_reported(report, _SPILLED),
             static_shared_bytes=_reported(report, r"(\d+) bytes smem", absent=0),
             nvcc=self.compiler.release,
         )
 
 
+# In the report of the back end: the registers of a thread, and the bytes that it spills.
+_REGISTERS, _SPILLED = r"Used (\d+) registers", r"(\d+) bytes spill stores"
 # The output files of a compiler, and whether one is complete.
 _IS_WHOLE = {"ptx": lambda content: b"\n.version" in b"\n" + content, "cubin": is_cubin}
 
@@ -231,14 +227,13 @@ def _assembled(kernel: Kernel, arch: Arch, ptxas: Ptxas, folder: Path, stopped: 
     if not is_cubin(cubin):
         reason = answer.passing or ("wrote no sound cubin" if answer.ok else f"refuses it: {answer.first_lines}")
         raise ToolchainError(f"kernel {kernel.digest[:12]} was not assembled: {ptxas.path} {reason}; use another ptxas")
-    registers, spilled = _resources(answer.log)
     return replace(
         kernel,
         digest=kernel_digest(cubin, kernel.launch),
         cubin=cubin,
         ptx=ptx,
-        registers=registers,
-        spill_bytes=spilled,
+        registers=_reported(answer.log, _REGISTERS),
+        spill_bytes=_reported(answer.log, _SPILLED),
         nvcc=ptxas.release,
     )
 
@@ -250,8 +245,9 @@ def disassemble(kernel: Kernel) -> str:
         (folder / "kernel.cubin").write_bytes(kernel.cubin)
         answer = run([nvdisasm, "--print-code", "kernel.cubin"], NVCC_HINT, folder)
     if not answer.ok:
-        said = answer.first_lines
-        raise ToolchainError(f"{nvdisasm} cannot read a cubin of compiler {kernel.nvcc}: {said}; {NVCC_HINT}")
+        raise ToolchainError(
+            f"{nvdisasm} cannot read a cubin of compiler {kernel.nvcc}: {answer.first_lines}; {NVCC_HINT}"
+        )
     return answer.log
 
 
@@ -265,11 +261,6 @@ def _each(work: Callable[[str], Result], keys: Iterable[str], jobs: int, stopped
             stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _resources(report: str) -> tuple[int, int]:
-    """The registers of a thread, and the bytes that it spills, in the report of the back end."""
-    return _reported(report, r"Used (\d+) registers"), _reported(report, r"(\d+) bytes spill stores")
 
 
 def _reported(report: str, pattern: str, absent: int | None = None) -> int:

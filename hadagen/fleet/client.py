@@ -7,13 +7,12 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 from threading import Thread
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from distributed import Client, Future, KilledWorker, Security
 from distributed.client import FutureCancelledError
@@ -44,7 +43,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """GPUs of a fleet that are alike. `environment`: of the first of them."""
+    """GPUs of a fleet that are alike. `environment`: that of the first GPU."""
 
     arch: str
     environment: Environment
@@ -54,8 +53,8 @@ class DeviceClass:
 @dataclass(frozen=True)
 class FleetState:
     """workers: how many take part. compiling: how many kernels they compile at once. gpus: class → count.
-    busy: class → share of the time, since the first was measured, in which they measured. seconds: class → for how long
-    they did. measured: class → variants.
+    busy: class → share of the time, since the first measurement, in which its GPUs measured. seconds: class → how long
+    they measured.
     """
 
     workers: int
@@ -63,23 +62,21 @@ class FleetState:
     gpus: dict[str, int]
     busy: dict[str, float]
     seconds: dict[str, float]
-    measured: dict[str, int]
 
 
 @dataclass
 class _Use:
-    """Of the GPUs of a class, in seconds: how long they measured, and how long they could have."""
+    """How long the GPUs of a class measured, and how long they could have measured, in seconds."""
 
     busy: float = 0.0
     available: float = 0.0
-    measured: int = 0
 
 
-class Fleet:
+class Fleet(AbstractContextManager["Fleet"]):
     """Workers of the Dask cluster at `address` that run `hadagen.fleet`, and compile with `compiler`.
 
-    `archs`: whose GPUs take part; None for all. `say`: gets sentences about workers that come, go or are left out. It
-    is called by another thread, and so is `look`, with the state of the fleet about once a second.
+    `archs`: the archs whose GPUs take part; None for all. `say`: gets sentences about workers that come, go or are left
+    out. `look`: gets the state of the fleet about once a second. Another thread calls both.
 
     Certificates for TLS are those of Dask's configuration. Warns if the scheduler is reached without TLS, at an address
     that is not loopback. Raises `DeviceError` if there is no such cluster, or if it refuses the connection. As a
@@ -98,8 +95,8 @@ class Fleet:
         self.address, self._compiler, self._archs = address, compiler, archs
         self.say, self.look = say, look
         self.failure: DeviceError | None = None  # why the fleet is no more
-        self._members: dict[str, Greeting | None] = {}  # by address; None: it is given no work
-        self._greetings: dict[str, asyncio.Task[None]] = {}  # of workers that have not answered yet
+        self._members: dict[str, Greeting | None] = {}  # worker address → its greeting; None if it is given no work
+        self._greetings: dict[str, asyncio.Task[None]] = {}  # worker address → the greeting under way
         self._uses: dict[str, _Use] = {}
         self._seen = time.monotonic()
         self._until_the_end = ExitStack()
@@ -123,10 +120,7 @@ class Fleet:
             self._until_the_end.close()
             raise
 
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *error: TracebackType | object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._until_the_end.close()
 
     def wait(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
@@ -136,7 +130,7 @@ class Fleet:
     # ---- who is there ------------------------------------------------------------------------------------------------
     @property
     def classes(self) -> list[DeviceClass]:
-        """Which GPUs there are, in the order of arch and name."""
+        """The classes of GPUs in the fleet, in the order of arch and name."""
         found: dict[tuple[str, str], list[Environment]] = {}
         for greeting in self._offers:
             for arch, environment in greeting.gpus:
@@ -149,7 +143,7 @@ class Fleet:
 
     @property
     def _offers(self) -> list[Greeting]:
-        """Of the workers that are given work."""
+        """The greetings of the workers that are given work."""
         return [greeting for greeting in list(self._members.values()) if greeting]
 
     @property
@@ -160,8 +154,7 @@ class Fleet:
     @property
     def dashboard(self) -> str:
         """The address of Dask's dashboard."""
-        link: str = self._client.dashboard_link
-        return link
+        return str(self._client.dashboard_link)
 
     @property
     def state(self) -> FleetState:
@@ -171,7 +164,6 @@ class Fleet:
             gpus={each.environment.gpu: each.count for each in self.classes},
             busy={gpu: use.busy / use.available for gpu, use in self._uses.items() if use.available},
             seconds={gpu: use.busy for gpu, use in self._uses.items()},
-            measured={gpu: use.measured for gpu, use in self._uses.items()},
         )
 
     # ---- tasks, to be awaited on `loop` ------------------------------------------------------------------------------
@@ -185,8 +177,7 @@ class Fleet:
             key=key,
             resources={COMPILERS: 1},
         )
-        built: Kernel | BuildFailure | NotTried = answer.value
-        return built
+        return cast(Kernel | BuildFailure | NotTried, answer.value)
 
     async def measure(self, variant: Variant, gpu: str, is_sound: Callable[[Any], bool]) -> Trial | NotTried:
         """Verify and time a variant on a GPU of that class. The trial has no kernel."""
@@ -195,9 +186,7 @@ class Fleet:
             is_sound, work.measure, (variant, gpu, self._compiler), pure=False, resources={gpu_resource(gpu): 1}
         )
         use.busy += answer.seconds
-        use.measured += 1
-        measured: Trial | NotTried = answer.value
-        return measured
+        return cast(Trial | NotTried, answer.value)
 
     async def race(
         self, a: Variant, b: Variant, cells: Sequence[Cell], environment: Environment
@@ -223,8 +212,7 @@ class Fleet:
             resources={gpu_resource(gpu): 1},
             among=alike,
         )
-        times: list[tuple[float, float]] | NotTried = answer.value
-        return times
+        return cast(list[tuple[float, float]] | NotTried, answer.value)
 
     async def compute(self, function: Callable[..., Value], *arguments: Any) -> Value:
         """The result of a function that a worker computes. Raises `DeviceError` if none can."""
@@ -237,8 +225,7 @@ class Fleet:
         )
         if isinstance(answer.value, NotTried):
             raise DeviceError(f"{answer.value.reason}; run the same command again to go on")
-        value: Value = answer.value
-        return value
+        return cast(Value, answer.value)
 
     async def _do(
         self,
@@ -248,9 +235,9 @@ class Fleet:
         among: Callable[[], list[str]] | None = None,
         **how: Any,
     ) -> work.Answer:
-        """The answer of a worker. One that is in trouble or gives no sound answer gets no more work, or only its GPU
-        that is to blame, and another one is asked; after `ATTEMPTS`, or when there is no other one, the value is
-        `NotTried`. `among`: the addresses of those that may be asked now, if not all may."""
+        """The answer of a worker. If a worker is in trouble or gives no sound answer, it gets no more work (or only its
+        GPU that is to blame gets none), and another worker is asked. After `ATTEMPTS`, or without another worker, the
+        value is `NotTried`. `among`: the addresses of the workers that may be asked now, if not all may."""
         reason = ""
         for _ in range(ATTEMPTS):
             if among:
@@ -318,13 +305,10 @@ class Fleet:
     async def _leave(self) -> None:
         self._watching.cancel()
         with suppress(Exception):
-            await asyncio.wait_for(self._client.run(work.rest, workers=self._working, on_error="ignore"), CALL_SECONDS)
+            working = [address for address, greeting in self._members.items() if greeting]
+            await asyncio.wait_for(self._client.run(work.rest, workers=working, on_error="ignore"), CALL_SECONDS)
         with suppress(Exception):
             await asyncio.wait_for(self._client.close(), CALL_SECONDS)
-
-    @property
-    def _working(self) -> list[str]:
-        return [address for address, greeting in self._members.items() if greeting]
 
     async def _watch(self) -> None:
         while self.failure is None:
@@ -337,7 +321,7 @@ class Fleet:
                 self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, reason: str = "") -> DeviceError:
-        """Note that nothing more can be done with the fleet."""
+        """Record that nothing more can be done with the fleet."""
         if self.failure is None:
             self.failure = DeviceError(
                 f"the Dask scheduler at {self.address} is gone{reason and f' ({reason})'}; start it and its workers, "
@@ -356,16 +340,11 @@ class Fleet:
             # Beside this, since a worker that hangs does not answer.
             greeting = self._greetings[address] = asyncio.create_task(self._greet(address))
             greeting.add_done_callback(partial(self._greetings.pop, address))
-        self._count_time()
-        self.look(self.state)
-
-    def _count_time(self) -> None:
-        now = time.monotonic()
+        before, self._seen = self._seen, time.monotonic()
         for each in self.classes:
-            use = self._uses.get(each.environment.gpu)
-            if use:
-                use.available += each.count * (now - self._seen)
-        self._seen = now
+            if use := self._uses.get(each.environment.gpu):
+                use.available += each.count * (self._seen - before)
+        self.look(self.state)
 
     async def _greet(self, address: str) -> None:
         """Ask a worker what it offers, and say it if that cannot be used."""
@@ -420,17 +399,16 @@ class Fleet:
         self._members[address] = None
         self.say(f"the worker at {address} gets no more work: {reason}")
         with suppress(Exception):
-            call = self._client.run(work.dismiss, workers=[address], on_error="ignore")
-            await asyncio.wait_for(call, CALL_SECONDS)
+            await asyncio.wait_for(self._client.run(work.withdraw, workers=[address], on_error="ignore"), CALL_SECONDS)
 
 
 def check_address(address: str) -> None:
-    """Raises `UsageError` for what is no address of a scheduler, such as the URL of a database. The message does not
-    show it, because it may have a password."""
+    """Raises `UsageError` for a text that is no address of a scheduler, such as the URL of a database. The message does
+    not show the text, because it may have a password."""
     if not _ADDRESS.fullmatch(address):
         raise UsageError(
-            "--fleet names no address of a Dask scheduler; give such as tls://HOST:8786, as the scheduler prints it, "
-            "or local for the GPUs of this machine"
+            "--fleet names no address of a Dask scheduler; give an address like tls://HOST:8786, as the scheduler "
+            "prints it, or local for the GPUs of this machine"
         )
 
 
@@ -466,7 +444,7 @@ def is_open(address: str) -> bool:
 
 
 def hardware(environment: Environment) -> Environment:
-    """What must be equal for times to be those of one class. Drivers may differ."""
+    """The values that must be equal on all GPUs of a class. Drivers may differ."""
     return replace(environment, driver="", cuda="", nvcc="")
 
 

@@ -1,18 +1,17 @@
-"""`Station`: what one worker of a fleet has: its GPUs, each with a measuring process, and a compiler."""
+"""`Station`: the GPUs of one worker of a fleet, each with a measuring process, and its compiler."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from threading import Condition, Lock
-from typing import Any, Protocol
 
 from hadagen.compiler.cache import cache_root, locked
 from hadagen.compiler.codegen import render
@@ -35,22 +34,9 @@ _LOOK_SECONDS = 0.5  # between two looks whether it still does
 class GpuError(DeviceError):
     """Nothing can be measured on one GPU of a worker. `gpu`: its class."""
 
-    def __init__(self, reason: str, gpu: str) -> None:
+    def __init__(self, reason: str, gpu: str = "") -> None:  # the default is for pickle
         super().__init__(reason)
         self.gpu = gpu
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.gpu)
-
-
-class Measuring(Protocol):
-    """What measures on one GPU: a `DeviceRunner`, or what stands for one."""
-
-    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]: ...
-
-    def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -60,9 +46,9 @@ class Gpu:
 
     environment: Environment
     arch: str
-    start: Callable[[Toolchain], Measuring]
+    start: Callable[[Toolchain], DeviceRunner]
     uuid: str = ""
-    runner: Measuring | None = None
+    runner: DeviceRunner | None = None
     used: float = field(default_factory=time.monotonic)
     _lock: ExitStack | None = None  # it is ours until this is closed
 
@@ -101,10 +87,10 @@ def _reserved(uuid: str) -> Iterator[bool | None]:
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a worker says of itself.
+    """The answer of a worker when the search greets it.
 
-    code: `code_digest()` there. gpus: (arch, environment) of each GPU. compiling: how many kernels it compiles at once.
-    trouble: why some of that is less than it should be, in sentences.
+    code: `code_digest()` on the worker. gpus: (arch, environment) of each GPU. compiling: how many kernels the worker
+    compiles at once. trouble: sentences that say why it has fewer GPUs, or compiles fewer kernels, than it should.
     """
 
     code: str
@@ -117,7 +103,7 @@ class Greeting:
 def code_digest() -> str:
     """SHA-256 of all code and templates of hadagen. Equal ones compile and measure alike."""
     texts: dict[str, bytes] = {}
-    for room in ("", "cli", "templates", "tuning_db"):  # they need not lie in one folder
+    for room in ("", "cli", "templates", "tuning_db"):  # these packages need not lie in one folder
         package = find_spec(f"hadagen.{room}".rstrip("."))
         assert package
         assert package.origin
@@ -158,19 +144,19 @@ class Station:
                 environment = device_environment(index)
                 arch = f"sm{environment.compute_capability.replace('.', '')}"
                 if known := nearest_arch(arch):
-                    gpus.append(Gpu(environment, known, _starter(index, known), uuid_of(index)))
+                    gpus.append(Gpu(environment, known, partial(_start, index, known), uuid_of(index)))
                 else:
                     trouble.append(f"no kernels are made for its {environment.gpu} ({arch})")
         return cls(gpus, max(0, threads - len(gpus)), trouble)
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Dask may use at once: GPUs by class, and compilers."""
+        """The resources that Dask may use at once: GPUs by class, and compilers."""
         gpus = {gpu_resource(name): float(len(all_of)) for name, all_of in self._of_class.items()}
         return gpus | {COMPILERS: float(self._compiling)}
 
     def greeting(self, compiler: str) -> Greeting:
-        """With the compiler that is to be used."""
+        """The greeting of the worker if it is to use this compiler."""
         compiling, trouble = self._compiling, self._trouble
         try:
             self._toolchain(compiler)
@@ -216,7 +202,7 @@ class Station:
         self.rest()
 
     @contextmanager
-    def _seat(self, name: str, compiler: str) -> Iterator[Measuring]:
+    def _seat(self, name: str, compiler: str) -> Iterator[DeviceRunner]:
         gpu = self._take(name)
         works = True
         try:
@@ -241,7 +227,7 @@ class Station:
         """A GPU of the class on which nobody measures. Raises `GpuError` if none works, and `DeviceError` if other
         processes have had all of them for `TAKEN_SECONDS`."""
         free, all_of = self._free[name], self._of_class[name]
-        last = time.monotonic()  # that some of them was ours
+        last = time.monotonic()  # the last time that one of these GPUs was ours
         with self._freed:
             while True:
                 for gpu in sorted(free, key=lambda gpu: gpu.runner is None):
@@ -267,21 +253,18 @@ class Station:
             return self._toolchains[kind]
 
 
-COMPILERS = "hadagen-compilers"  # the resource of which each worker has as many as it compiles kernels at once
+COMPILERS = "hadagen-compilers"  # the resource that counts the kernels that a worker compiles at once
 
 
 def gpu_resource(gpu: str) -> str:
-    """The name of the resource that is the GPUs of a class."""
+    """The name of the resource that counts the GPUs of a class."""
     return f"hadagen-gpu {gpu}"
 
 
-def _starter(index: int, arch: str) -> Callable[[Toolchain], DeviceRunner]:
-    def start(toolchain: Toolchain) -> DeviceRunner:
-        return DeviceRunner(index, toolchain.build_all(copy_sources(), load_arch(arch)))
-
-    return start
+def _start(index: int, arch: str, toolchain: Toolchain) -> DeviceRunner:
+    return DeviceRunner(index, toolchain.build_all(copy_sources(), load_arch(arch)))
 
 
 def without_kernel(trial: Trial | NotTried) -> Trial | NotTried:
-    """What travels back: whoever sent the kernel has it."""
+    """The trial as it is sent back, without its kernel, which the caller has."""
     return replace(trial, kernel=None) if isinstance(trial, Trial) else trial

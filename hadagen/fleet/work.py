@@ -33,7 +33,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a task, and how long it took in seconds."""
+    """The result of a task, and how long it took in seconds."""
 
     value: Any
     seconds: float
@@ -50,31 +50,24 @@ async def offer(worker: Worker, station: Station) -> None:
         await worker.set_resources(**station.resources)
 
 
-async def withdraw(worker: Worker) -> None:
-    """Give a worker no more work, and end its measuring processes."""
-    station = _stations.pop(worker, None)
-    if station:
-        worker.periodic_callbacks.pop(_REST).stop()
+async def withdraw(dask_worker: Worker) -> None:
+    """Give a worker no more work, and end its measuring processes. Dask calls this for a worker, too."""
+    if station := _stations.pop(dask_worker, None):
+        dask_worker.periodic_callbacks.pop(_REST).stop()
         station.end()
-        await worker.set_resources(**dict.fromkeys(station.resources, 0.0))
+        await dask_worker.set_resources(**dict.fromkeys(station.resources, 0.0))
 
 
 # ---- called for each worker ------------------------------------------------------------------------------------------
 def greet(compiler: str, *, dask_worker: Worker) -> Greeting | None:
-    """What the worker offers; None if it was started without `--preload hadagen.fleet`."""
+    """The greeting of the worker; None if it was started without `--preload hadagen.fleet`."""
     station = _stations.get(dask_worker)
     return station.greeting(compiler) if station else None
 
 
-async def dismiss(*, dask_worker: Worker) -> None:
-    """As `withdraw`."""
-    await withdraw(dask_worker)
-
-
 def rest(*, dask_worker: Worker) -> None:
     """End the measuring processes of a worker until they are needed again."""
-    station = _stations.get(dask_worker)
-    if station:
+    if station := _stations.get(dask_worker):
         station.rest()
 
 
@@ -95,7 +88,7 @@ def race(a: Variant, b: Variant, cells: Sequence[Cell], gpu: str, compiler: str)
 
 
 def compute(function: Callable[..., Any], *arguments: Any) -> Answer:
-    """What a function returns that needs neither a GPU nor a compiler."""
+    """Call a function that needs neither a GPU nor a compiler, and return its result."""
     return _answered(lambda station: function(*arguments))
 
 

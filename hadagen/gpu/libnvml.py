@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import byref, c_char_p, c_uint, c_ulonglong, c_void_p, create_string_buffer
-from typing import Any, Protocol
+from typing import Any
 
 SONAME = "libnvidia-ml.so.1"
 
@@ -72,58 +72,25 @@ class Memory(ctypes.Structure):
     _fields_ = [("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong)]
 
 
-class Gpu(Protocol):
-    """What can be asked of one GPU. Every answer is None if NVML does not say."""
+class Gpu:
+    """One GPU as NVML knows it. Every method returns None if NVML does not say.
 
-    def power_limit_watts(self) -> int | None:
-        """The limit that the driver enforces now, whoever set it."""
-
-    def default_power_limit_watts(self) -> int | None: ...
-
-    def application_clock_mhz(self, kind: int) -> int | None:
-        """The clock that applications get by the setting of `nvidia-smi -ac`. `kind`: a NVML_CLOCK."""
-
-    def default_application_clock_mhz(self, kind: int) -> int | None: ...
-
-    def max_clock_mhz(self, kind: int) -> int | None: ...
-
-    def clock_mhz(self, kind: int) -> int | None:
-        """The clock now."""
-
-    def event_reasons(self) -> int | None:
-        """Why its clocks are not higher now, as bits."""
-
-    def utilization(self) -> int | None:
-        """The percentage of the last sample period, of 1/6 to 1 s, in which some kernel ran, of any process."""
-
-    def memory_used(self) -> int | None:
-        """The bytes that all processes have together."""
-
-    def processes(self) -> dict[int, int] | None:
-        """Number of each process with a context → its bytes, 0 if they are not known. A container may not see those
-        outside, or see other numbers than its own."""
-
-    def process_utilization(self) -> dict[int, int] | None:
-        """Number of each process that ran since the last call → its percentage of a sample period, the highest."""
-
-    def process_name(self, pid: int) -> str:
-        """The program of a process, "" if it is not known."""
-
-
-class NvmlGpu:
-    """`Gpu` by the library. `owner`: that of the whole GPU where `handle` is a part of it (MIG)."""
+    `owner`: the handle of the whole GPU where `handle` is a part of it (MIG).
+    """
 
     def __init__(self, library: ctypes.CDLL, handle: c_void_p, owner: c_void_p) -> None:
         self._library, self._handle, self._owner = library, handle, owner
         self._seen = 0  # the newest sample, in microseconds
 
     def power_limit_watts(self) -> int | None:
+        """The power limit that the driver enforces now, whoever set it."""
         return _watts(self._number("nvmlDeviceGetEnforcedPowerLimit"))
 
     def default_power_limit_watts(self) -> int | None:
         return _watts(self._number("nvmlDeviceGetPowerManagementDefaultLimit"))
 
     def application_clock_mhz(self, kind: int) -> int | None:
+        """The clock that applications get by the setting of `nvidia-smi -ac`. `kind`: a NVML_CLOCK."""
         return self._number("nvmlDeviceGetApplicationsClock", c_uint(kind))
 
     def default_application_clock_mhz(self, kind: int) -> int | None:
@@ -133,9 +100,11 @@ class NvmlGpu:
         return self._number("nvmlDeviceGetMaxClockInfo", c_uint(kind))
 
     def clock_mhz(self, kind: int) -> int | None:
+        """The clock now."""
         return self._number("nvmlDeviceGetClockInfo", c_uint(kind))
 
     def event_reasons(self) -> int | None:
+        """The reasons why the clocks are not higher now, as bits."""
         reasons = c_ulonglong()
         for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
             if self._call(name, self._owner, byref(reasons)) == NVML_SUCCESS:
@@ -143,16 +112,20 @@ class NvmlGpu:
         return None
 
     def utilization(self) -> int | None:
+        """The percentage of the last sample period (1/6 to 1 s) in which a kernel of any process ran."""
         rates = Utilization()
         done = self._call("nvmlDeviceGetUtilizationRates", self._handle, byref(rates))
         return int(rates.gpu) if done == NVML_SUCCESS else None
 
     def memory_used(self) -> int | None:
+        """The bytes of GPU memory that all processes have together."""
         memory = Memory()
         done = self._call("nvmlDeviceGetMemoryInfo", self._handle, byref(memory))
         return int(memory.used) if done == NVML_SUCCESS else None
 
     def processes(self) -> dict[int, int] | None:
+        """Process ID → its GPU memory in bytes (0 if unknown), for each process with a context. A container may not see
+        the processes outside, or may see IDs other than its own."""
         found: dict[int, int] = {}
         answered = False
         for name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v3"):
@@ -164,6 +137,8 @@ class NvmlGpu:
         return found if answered else None
 
     def process_utilization(self) -> dict[int, int] | None:
+        """Process ID → the highest percentage of a sample period in which it ran, for each process that ran since the
+        last call."""
         since = c_ulonglong(self._seen)
         name = "nvmlDeviceGetProcessUtilization"
         samples = self._listed(ProcessUtilization, lambda array, count: (name, self._handle, array, count, since))
@@ -177,18 +152,19 @@ class NvmlGpu:
         return found
 
     def process_name(self, pid: int) -> str:
+        """The name of the program of a process; "" if it is not known."""
         name = create_string_buffer(256)
         if self._call("nvmlSystemGetProcessName", c_uint(pid), name, c_uint(len(name))) != NVML_SUCCESS:
             return ""
         return name.value.decode(errors="replace").rpartition("/")[2].partition(" ")[0]
 
     def _number(self, name: str, *arguments: Any) -> int | None:
-        """What a question about the whole GPU has for an answer."""
+        """The number that a function of NVML returns for the whole GPU."""
         value = c_uint()
         return value.value if self._call(name, self._owner, *arguments, byref(value)) == NVML_SUCCESS else None
 
     def _listed(self, kind: Any, call: Any) -> list[Any] | None:
-        """The structures that a function writes into an array; none where it finds none."""
+        """The structures that a function writes into an array; [] if it finds none, None if it fails."""
         room = 64
         while room <= _MOST_PROCESSES:
             array, count = (kind * room)(), c_uint(room)
@@ -204,7 +180,7 @@ class NvmlGpu:
         return _call(self._library, name, *arguments)
 
 
-def find_gpu(pci_bus_id: str, uuid: str = "") -> NvmlGpu | None:
+def find_gpu(pci_bus_id: str, uuid: str = "") -> Gpu | None:
     """The GPU at a PCI bus, such as "0000:18:00.0"; None if NVML does not know it. With the UUID of a part of it, which
     begins with MIG, processes and their memory are those of that part."""
     library = open_library()
@@ -216,7 +192,7 @@ def find_gpu(pci_bus_id: str, uuid: str = "") -> NvmlGpu | None:
     is_part = uuid.startswith("MIG") and (
         _call(library, "nvmlDeviceGetHandleByUUID", c_char_p(uuid.encode()), byref(part)) == NVML_SUCCESS
     )
-    return NvmlGpu(library, part if is_part else owner, owner)
+    return Gpu(library, part if is_part else owner, owner)
 
 
 def driver_version() -> str:

@@ -1,18 +1,18 @@
-"""What is in a source, in plain tables: its head, errors, failures, environments and winners."""
+"""The contents of a source as plain tables: its head, errors, failures, environments and winners."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from math import isfinite
 
 from hadagen.errors import printable
 from hadagen.plan.knobs import knobs_text
 from hadagen.problem.problem import Problem
 from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
-from hadagen.report.names import device_name, series_name
+from hadagen.report.names import device_name, series_name, short_text
 from hadagen.report.sources import Source
 from hadagen.tuning_db.bundle import BundleEntry
 
@@ -22,8 +22,8 @@ _DETAIL_LENGTH = 240
 
 @dataclass(frozen=True)
 class Head:
-    """What a source is of. outcomes: outcome → number of trials, the most frequent first. first, last: dates of trials,
-    or of winners if there are no trials."""
+    """The devices of a source, its counts and its dates. outcomes: outcome → number of trials, the most frequent first.
+    first, last: dates of trials, or of winners if there are no trials."""
 
     archs: tuple[str, ...]
     gpus: tuple[str, ...]
@@ -40,12 +40,11 @@ class Head:
 
 def head_of(source: Source) -> Head:
     """`measured` and `estimated` count trials, or winners if there are no trials."""
-    what: Sequence[Trial | BundleEntry] = source.trials or source.winners
-    dates = sorted(each.date for each in what if each.date)
-    provenances = Counter(each.provenance for each in what)
+    dates = sorted(each.date for each in source.timed if each.date)
+    provenances = Counter(each.provenance for each in source.timed)
     return Head(
-        archs=tuple(sorted({printable(each.arch) for each in what})),
-        gpus=tuple(sorted({printable(each.environment.gpu) for each in what} - {""})),
+        archs=tuple(sorted({printable(each.arch) for each in source.timed})),
+        gpus=tuple(sorted({printable(each.environment.gpu) for each in source.timed} - {""})),
         problems=len(source.problems),
         winners=len(source.winners),
         kernels=len({entry.kernel for entry in source.winners}),
@@ -72,8 +71,8 @@ class ErrorPoint:
 
 
 def error_points(source: Source) -> list[ErrorPoint]:
-    """By series and n: of the winners, and of all trials that are ok. An error of 0 or one that is not finite is left
-    out, because no logarithmic axis has a place for it."""
+    """The errors of the winners and of all ok trials, by series and n. An error that is 0 or not finite is left out,
+    because no logarithmic axis has a place for it."""
     errors: dict[Problem, dict[object, float]] = defaultdict(dict)
     right: Iterable[Trial | BundleEntry] = (trial for trial in source.trials if trial.outcome is Outcome.OK)
     for each in (*source.winners, *right):
@@ -100,7 +99,7 @@ def outcomes_by_series(trials: Iterable[Trial]) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Failure:
-    """Trials that failed alike. detail, problem, knobs: those of the first of them."""
+    """Trials that failed alike. detail, problem, knobs: those of the first trial."""
 
     outcome: str
     trials: int
@@ -123,7 +122,7 @@ def failures(trials: Iterable[Trial], most: int = MOST_DETAILS) -> tuple[list[Fa
             outcome,
             len(group),
             len({trial.problem for trial in group}),
-            _short(group[0].detail) or "no detail",
+            short_text(" ".join(group[0].detail.split()), _DETAIL_LENGTH) or "no detail",
             group[0].problem.key,
             printable(knobs_text(group[0].knobs)),
         )
@@ -132,22 +131,15 @@ def failures(trials: Iterable[Trial], most: int = MOST_DETAILS) -> tuple[list[Fa
     return found, sum(len(group) for _, group in ordered[most:])
 
 
-def _short(detail: str) -> str:
-    line = printable(" ".join(detail.split()))
-    return line if len(line) <= _DETAIL_LENGTH else line[: _DETAIL_LENGTH - 1] + "…"
-
-
 def environments(source: Source) -> list[tuple[Environment, int]]:
     """The devices and software, with the number of trials, or of winners if there are no trials; in order."""
-    what: Sequence[Trial | BundleEntry] = source.trials or source.winners
-    counts = Counter(each.environment for each in what)
-    order = [field.name for field in fields(Environment)]
-    return sorted(counts.items(), key=lambda item: [getattr(item[0], name) for name in order])
+    counts = Counter(each.environment for each in source.timed)
+    return sorted(counts.items(), key=lambda item: astuple(item[0]))
 
 
 @dataclass(frozen=True)
 class WinnerRow:
-    """A line of the table of winners. fraction: of copy. error: None for an estimate that never ran."""
+    """A line of the table of winners. fraction: fraction of copy. error: None for an estimate that never ran."""
 
     problem: str
     device: str
@@ -163,7 +155,7 @@ class WinnerRow:
 
 
 def winner_rows(winners: Iterable[BundleEntry]) -> list[WinnerRow]:
-    """By problem, device, destination and elements. `knobs` names those that differ from their defaults."""
+    """A row for each winner, in their order. `knobs` has the knobs that are not defaults."""
     return [
         WinnerRow(
             entry.problem.key,

@@ -4,6 +4,7 @@ times the first call of a process."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -75,8 +76,10 @@ def start_costs(device: str = "cuda") -> dict[str, float]:
     """
     program = _START.format(rows=ROWS, n=N, dtype=DTYPE, device=device)
     found: dict[str, list[float]] = defaultdict(list)
+    keeps_bytecode = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for _ in range(_STARTS + 1):
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=keeps_bytecode, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
             raise DeviceError(f"a new process could not transform anything ({reason}); see `hadagen doctor`")

@@ -97,14 +97,13 @@ class EstimateRunner:
         )
 
     def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]:
-        """Builds `BUILT_AT_ONCE` variants for the host at a time, and yields each of them with its trial.
+        """Builds `BUILT_AT_ONCE` variants for the host at a time, and yields each variant with its trial.
 
         Raises `ToolchainError` if the host compiler dies for several kernels in a row.
         """
         waiting = iter(variants)
         while some := list(islice(waiting, BUILT_AT_ONCE)):
-            early = self._arch.starts_early
-            plans = [plan_of(c.problem, Knobs.from_dict(c.knobs), starts_early=early) for c in some]
+            plans = [plan_of(c.problem, Knobs.from_dict(c.knobs), starts_early=self._arch.starts_early) for c in some]
             sources = [render(plan) for plan in plans]
             module = self._compile_all(sources)
             for variant, plan, source in zip(some, plans, sources, strict=True):
@@ -150,14 +149,17 @@ class EstimateRunner:
                 trial = replace(trial, timings=timings(estimate, variant.problem, self._arch))
             else:
                 found, allowed = told_apart(errors[worst], bound)
-                detail = f"relative error {found} for {worst} inputs is above {allowed}"
-                trial = replace(trial, outcome=Outcome.WRONG_ANSWER, detail=detail)
+                trial = replace(
+                    trial,
+                    outcome=Outcome.WRONG_ANSWER,
+                    detail=f"relative error {found} for {worst} inputs is above {allowed}",
+                )
         self._patience.worked()
         return replace(trial, seconds=time.monotonic() - started)
 
 
 def timings(estimate: Estimate, problem: Problem, arch: Arch) -> tuple[Timing, ...]:
-    """The estimated time of a kernel of a problem in each cell that a device of the arch has, beside that of a copy."""
+    """The estimated time of a kernel of a problem in each cell that a device of the arch has, and that of a copy."""
     times = ((cell, estimate.us(*cell)) for cell in all_cells(problem, arch.model.l2_bytes))
     return tuple(Timing(*cell, us, us, us, _copy_us(arch, problem, cell)) for cell, us in times)
 
@@ -168,8 +170,8 @@ def _copy_us(arch: Arch, problem: Problem, cell: Cell) -> float:
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
-    """Class of input → the larger error of out of place and in place, there at odd addresses if they may be, and with
-    the matrix transposed."""
+    """Class of input → the larger of two errors: out of place, and in place. The launch in place has odd addresses
+    where the kernel allows them, and the matrix transposed."""
     rows = verification_rows(problem, source.launch, ELEMENTS)
     apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)

@@ -12,7 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from math import inf, isfinite
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
@@ -158,7 +160,7 @@ def _is_time(timing: object) -> bool:
     )
 
 
-class FleetPipeline:
+class FleetPipeline(AbstractContextManager["FleetPipeline"]):
     """`Work` on the GPUs of one class (`runner`). It takes results as they come.
 
     Variants that compile to one kernel share its trial. Knobs that were `NotTried` come again, for `ATTEMPTS` in all.
@@ -186,9 +188,6 @@ class FleetPipeline:
                 self._of_kernel.setdefault((trial.problem, trial.kernel.digest), replace(trial, kernel=None))
             if trial.outcome is Outcome.OK:
                 self._best.note(trial.problem, trial.timings)
-
-    def __enter__(self) -> FleetPipeline:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for task in list(self._tasks):
@@ -262,8 +261,9 @@ class FleetPipeline:
         coming = self._coming[key] = asyncio.get_running_loop().create_future()
         trial: Trial | NotTried = NotTried("the search ended")
         try:
-            limits = self._best.limits(problem)
-            trial = await self._gpus.measure(Variant(problem, knobs.to_dict(), built, limits=limits))
+            trial = await self._gpus.measure(
+                Variant(problem, knobs.to_dict(), built, limits=self._best.limits(problem))
+            )
             if isinstance(trial, Trial):
                 self._of_kernel[key] = replace(trial, kernel=None)
         finally:
@@ -319,12 +319,7 @@ class Summed:
 
     def of(self, search: int) -> Listener:
         """The listener of one search."""
-
-        def listen(event: Event) -> None:
-            with self._lock:
-                self._hear(search, event)
-
-        return listen
+        return partial(self._hear, search)
 
     def tell(self, event: Event) -> None:
         """An event of no search."""
@@ -332,26 +327,27 @@ class Summed:
             self._listen(event)
 
     def _hear(self, search: int, event: Event) -> None:
-        if isinstance(event, SearchStarted):
-            self._began[search] = event
-            self._counts[search] = event.finished, event.trials
-            if len(self._began) == self._searches:
-                problems = sum(each.problems for each in self._began.values())
+        with self._lock:
+            if isinstance(event, SearchStarted):
+                self._began[search] = event
+                self._counts[search] = event.finished, event.trials
+                if len(self._began) == self._searches:
+                    problems = sum(each.problems for each in self._began.values())
+                    finished, trials = self._totals
+                    self._listen(replace(event, problems=problems, finished=finished, trials=trials))
+                    for early in self._early:
+                        self._listen(early)
+                return
+            if isinstance(event, TrialFinished):
+                self._counts[search] = event.finished, event.trials
                 finished, trials = self._totals
-                self._listen(replace(event, problems=problems, finished=finished, trials=trials))
-                for early in self._early:
-                    self._listen(early)
-            return
-        if isinstance(event, TrialFinished):
-            self._counts[search] = event.finished, event.trials
-            finished, trials = self._totals
-            event = replace(event, finished=finished, trials=trials)
-        if self._searches > 1 and isinstance(event, OfClass):
-            event = replace(event, gpu=self._began[search].environment.gpu)
-        if len(self._began) < self._searches:
-            self._early.append(event)
-        else:
-            self._listen(event)
+                event = replace(event, finished=finished, trials=trials)
+            if self._searches > 1 and isinstance(event, OfClass):
+                event = replace(event, gpu=self._began[search].environment.gpu)
+            if len(self._began) < self._searches:
+                self._early.append(event)
+            else:
+                self._listen(event)
 
     @property
     def _totals(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from itertools import chain, count
 from typing import Any
@@ -32,20 +33,17 @@ _KNOWN_SCHEMA = "v3.2.0.a"  # of Optuna 5; another is written by Optuna itself
 _TABLES = ("studies", "trials", "trial_params", "trial_values", "trial_system_attributes")
 
 
-class Mirror:
+class Mirror(AbstractContextManager["Mirror"]):
     """Optuna's tables in a store. As a context manager it closes its connections at the end.
 
     Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
-    again what it does, see `hadagen.tuning_db.database`.
+    repeats its work, see `hadagen.tuning_db.database`.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._storage = _open(store)
         self._tables = store.patiently(self._known_tables)
-
-    def __enter__(self) -> Mirror:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._storage.engine.dispose()
@@ -54,9 +52,11 @@ class Mirror:
         """The study of that name, which is made if it is missing."""
 
         def opened() -> optuna.Study:
-            directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
             study = optuna.create_study(
-                storage=self._storage, study_name=name, directions=directions, load_if_exists=True
+                storage=self._storage,
+                study_name=name,
+                directions=[StudyDirection.MAXIMIZE] * len(REGIMES),
+                load_if_exists=True,
             )
             if study.metric_names is None:  # for Optuna's dashboard
                 with catch_warnings():
@@ -67,7 +67,7 @@ class Mirror:
         return self._store.patiently(opened)
 
     def count(self, study: optuna.Study) -> int:
-        """The number of trials of a study, of all runs."""
+        """The number of trials of a study, over all its runs."""
         if self._tables is None:
             return self._store.patiently(lambda: len(study.get_trials(deepcopy=False)))
         table = self._tables["trials"]
@@ -80,7 +80,7 @@ class Mirror:
         return self._store.patiently(counted)
 
     def noted(self, study: optuna.Study) -> dict[str, Any]:
-        """What was noted about a study."""
+        """The values that were noted about a study, by name."""
         return self._store.patiently(lambda: study.user_attrs)
 
     def note(self, study: optuna.Study, name: str, value: Any) -> None:
@@ -151,8 +151,7 @@ def _add(
         for i, trial in enumerate(trials)
     ]
     added = insert(table).returning(table.c.trial_id, sort_by_parameter_order=True)
-    numbers = connection.scalars(added, rows).all()
-    told = list(zip(numbers, trials, strict=True))
+    told = list(zip(connection.scalars(added, rows).all(), trials, strict=True))
     _insert(connection, tables["trial_params"], chain.from_iterable(_params(*each, ranges) for each in told))
     _insert(connection, tables["trial_values"], chain.from_iterable(_values(*each) for each in told))
     attributes = ((number, item) for number, trial in told for item in trial.system_attrs.items())

@@ -7,8 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
@@ -40,12 +41,8 @@ Build = Callable[[Sequence[Source]], Sequence[Kernel | BuildFailure | NotTried]]
 _KernelKey = tuple[Problem, str]  # variants with the same key do the same thing in the same time
 
 
-class Work(Protocol):
+class Work(AbstractContextManager["Work"], Protocol):
     """Builds and measures what a search asks for. As a context manager it ends its threads."""
-
-    def __enter__(self) -> Work: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
     def run(self, ask: Ask, keep: Keep, listen: Listener, deadline: float = inf) -> bool:
         """Try the batches that `ask` returns. `keep` gets the trials, `listen` all other results.
@@ -55,14 +52,14 @@ class Work(Protocol):
         """
 
 
-class Pipeline:
+class Pipeline(AbstractContextManager["Pipeline"]):
     """Takes batches of knobs. Returns, in the same order, a `BatchBuilt` for each batch and a trial for its knobs.
 
     `build` compiles variants and returns results in their order; None for a runner that needs no kernels. A kernel is
     measured once: other knobs that compile to it get its trial with their own knobs. Knobs that were `NotTried` come
     again in a later batch, for `ATTEMPTS` in all; then their trial has failed, or the run if the device was disturbed.
-    `known`: trials whose kernels were measured before. `stopped`: set
-    to stop building. As a context manager it ends its threads.
+    `known`: trials whose kernels were measured before. `stopped`: set to stop building. As a context manager it ends
+    its threads.
     """
 
     def __init__(
@@ -109,9 +106,6 @@ class Pipeline:
             if trials := self._stop():
                 keep(trials)
         return interrupted or bool(interrupts)
-
-    def __enter__(self) -> Pipeline:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stop()
@@ -171,27 +165,23 @@ class Pipeline:
             batch, self._again = self._again or ask(BATCH_SIZE), []
             if not batch:
                 return
-            built = self._builder.submit(self._build, batch)
-            self._measurer.submit(self._measure, batch, built)
+            self._measurer.submit(self._measure, batch, self._builder.submit(self._build, batch))
             self._under_way += 1
 
-    def _build(self, batch: Batch) -> tuple[Sequence[_Built], float]:
-        """What became of each source of a batch, and the seconds that this took."""
+    def _build(self, batch: Batch) -> Sequence[_Built]:
+        """The kernel of each source of a batch, or why it has none."""
         if self._build_kernels is None:
-            return [None] * len(batch), 0.0
-        started = time.monotonic()
+            return [None] * len(batch)
         plans = (plan_of(problem, knobs, starts_early=self._arch.starts_early) for problem, knobs in batch)
-        kernels = self._build_kernels([render(plan) for plan in plans])
-        return kernels, time.monotonic() - started
+        return self._build_kernels([render(plan) for plan in plans])
 
-    def _measure(self, batch: Batch, built: Future[tuple[Sequence[_Built], float]]) -> None:
+    def _measure(self, batch: Batch, built: Future[Sequence[_Built]]) -> None:
         try:
-            kernels, seconds = built.result()
             fresh: list[Variant] = []
             known: list[Variant] = []  # other knobs have the same kernel
             without: list[Trial | VariantNotTried] = []  # a kernel
             seen = set(self._of_kernel)
-            for (problem, knobs), kernel in zip(batch, kernels, strict=True):
+            for (problem, knobs), kernel in zip(batch, built.result(), strict=True):
                 if isinstance(kernel, BuildFailure):
                     without.append(self._failed_trial(problem, knobs, kernel.log))
                 elif isinstance(kernel, NotTried):
@@ -202,15 +192,14 @@ class Pipeline:
                     if key:
                         seen.add(key)
             failed = sum(isinstance(each, Trial) for each in without)
-            for event in (BatchBuilt(len(fresh), len(known), failed, seconds), *without):
+            for event in (BatchBuilt(len(fresh), len(known), failed), *without):
                 self._results.put(event)
-            for variant, result in self._runner.run(self._until_stopped(fresh)):
+            for variant, result in self._runner.run(takewhile(lambda _: not self._stopped.is_set(), fresh)):
                 if isinstance(result, Trial):
                     self._remember(result)
                     self._results.put(result)
                 else:
-                    advice = result.advice if isinstance(result, Disturbed) else ""
-                    self._not_tried(variant, result.reason, advice)
+                    self._not_tried(variant, result.reason, result.advice if isinstance(result, Disturbed) else "")
             if not self._stopped.is_set():  # if stopped, some of these kernels may have no trial
                 for variant in known:
                     self._repeat(variant)
@@ -218,12 +207,6 @@ class Pipeline:
         except BaseException as error:  # for the main thread to raise
             self._stopped.set()
             self._results.put(error)
-
-    def _until_stopped(self, variants: Sequence[Variant]) -> Iterator[Variant]:
-        for variant in variants:
-            if self._stopped.is_set():
-                return
-            yield variant
 
     def _remember(self, trial: Trial) -> None:
         if trial.kernel is not None:

@@ -34,10 +34,10 @@ PART_SUFFIX = ".part"
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """What to record, with what, and where.
+    """The options of `record`.
 
-    `arch`: has the reduced ranges. `cells`: problem → cells that `runner` times. `environment`: of the device, with
-    `nvcc`. `folder`: gets a file for each problem, with its name. `stopped`: set to stop building.
+    `arch`: has the reduced ranges. `cells`: problem → cells that `runner` times. `environment`: that of the device,
+    with `nvcc`. `folder`: gets a file for each problem, with its name. `stopped`: set to stop building.
     """
 
     arch: Arch
@@ -53,7 +53,7 @@ class RecordOptions:
 class RecordReport:
     """How a recording ended.
 
-    `outcomes`: problem → outcome → number of trials so far, of all runs. `files`: problem → its file, for complete
+    `outcomes`: problem → outcome → number of trials so far, over all runs. `files`: problem → its file, for complete
     problems. `finished`: number of trials of this run. `interrupted`: whether variants are left to measure.
     """
 
@@ -79,7 +79,49 @@ def record(options: RecordOptions, listen: Listener = lambda event: None) -> Rec
     Ctrl-C ends it early, with a report. Raises `StorageError` if a file is in the way or cannot be written, and
     `ToolchainError` or `DeviceError` if it cannot go on. Trials that were reported until then are kept.
     """
-    return _Recorder(options, listen).run()
+    started, date = time.monotonic(), utc_now()
+    drafts: dict[Problem, _Draft] = {}
+    for problem, cells in options.cells.items():
+        ranges = dict(options.arch.search)
+        empty = Recording(problem, options.arch.name, ranges, tuple(cells), options.environment, date)
+        try:
+            drafts[problem] = _Draft(empty, options.arch, options.folder)
+        except OSError as error:
+            raise unwritable(options.folder, error) from error
+    trials = sum(len(draft.missing) + len(draft.trials) for draft in drafts.values())
+    before = finished = sum(len(draft.trials) for draft in drafts.values())
+
+    def missing() -> Iterator[tuple[Problem, Knobs]]:
+        for problem, draft in drafts.items():
+            listen(ProblemStarted(problem, len(draft.trials)))
+            for knobs in draft.missing:
+                yield problem, knobs
+
+    def finish(some: Sequence[Trial]) -> None:
+        nonlocal finished
+        for trial in some:
+            draft = drafts[trial.problem]
+            try:
+                kept = draft.keep(trial)
+            except OSError as error:
+                raise unwritable(draft.path, error) from error
+            finished += 1
+            best = best_scores(draft.best_by_cell)
+            listen(TrialFinished(kept, best, finished, trials))
+            if draft.is_complete:
+                listen(ProblemFinished(trial.problem, len(draft.trials), best))
+
+    listen(SearchStarted(len(drafts), trials, finished, options.environment, estimated=False))
+    left = missing()
+    with Pipeline(options.arch, options.build, options.runner, (), options.stopped) as pipeline:
+        interrupted = pipeline.run(lambda size: list(islice(left, size)), finish, listen)
+    return RecordReport(
+        outcomes={problem: draft.outcomes for problem, draft in drafts.items()},
+        files={problem: draft.path for problem, draft in drafts.items() if draft.is_complete},
+        finished=finished - before,
+        interrupted=interrupted,
+        seconds=time.monotonic() - started,
+    )
 
 
 class _Draft:
@@ -154,58 +196,3 @@ class _Draft:
             f"{path} is there already and of other ranges, cells or another device; "
             "name another folder, or remove it first"
         )
-
-
-class _Recorder:
-    def __init__(self, options: RecordOptions, listen: Listener) -> None:
-        self._options, self._listen = options, listen
-        self._started = time.monotonic()
-        date = utc_now()
-        self._drafts = {}
-        for problem, cells in options.cells.items():
-            ranges = dict(options.arch.search)
-            empty = Recording(problem, options.arch.name, ranges, tuple(cells), options.environment, date)
-            try:
-                self._drafts[problem] = _Draft(empty, options.arch, options.folder)
-            except OSError as error:
-                raise unwritable(options.folder, error) from error
-        self._trials = sum(len(draft.missing) + len(draft.trials) for draft in self._drafts.values())
-        self._before = self._finished = sum(len(draft.trials) for draft in self._drafts.values())
-
-    def run(self) -> RecordReport:
-        options = self._options
-        self._listen(
-            SearchStarted(len(self._drafts), self._trials, self._finished, options.environment, estimated=False)
-        )
-        missing = self._missing()
-        with Pipeline(options.arch, options.build, options.runner, (), options.stopped) as pipeline:
-            interrupted = pipeline.run(lambda size: list(islice(missing, size)), self._finish, self._listen)
-        return RecordReport(
-            outcomes={problem: draft.outcomes for problem, draft in self._drafts.items()},
-            files={problem: draft.path for problem, draft in self._drafts.items() if draft.is_complete},
-            finished=self._finished - self._before,
-            interrupted=interrupted,
-            seconds=time.monotonic() - self._started,
-        )
-
-    def _missing(self) -> Iterator[tuple[Problem, Knobs]]:
-        for problem, draft in self._drafts.items():
-            self._listen(ProblemStarted(problem, len(draft.trials)))
-            for knobs in draft.missing:
-                yield problem, knobs
-
-    def _finish(self, trials: Sequence[Trial]) -> None:
-        for trial in trials:
-            self._finish_one(trial)
-
-    def _finish_one(self, trial: Trial) -> None:
-        draft = self._drafts[trial.problem]
-        try:
-            kept = draft.keep(trial)
-        except OSError as error:
-            raise unwritable(draft.path, error) from error
-        self._finished += 1
-        best = best_scores(draft.best_by_cell)
-        self._listen(TrialFinished(kept, best, self._finished, self._trials))
-        if draft.is_complete:
-            self._listen(ProblemFinished(trial.problem, len(draft.trials), best))

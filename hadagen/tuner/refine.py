@@ -17,10 +17,10 @@ from dataclasses import replace
 from itertools import pairwise
 from math import inf, isqrt
 
-from hadagen.measure import Cell, Variant, cells_at
+from hadagen.measure import Cell, Variant, cells_at, without_texts
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import LOSS, Destination, destinations
-from hadagen.problem.trial import Environment, Kernel, Outcome, Trial, knobs_key
+from hadagen.problem.trial import Environment, Outcome, Trial, knobs_key
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import (
@@ -51,11 +51,13 @@ def refine(
 ) -> list[Problem]:
     """Time the best kernels of problems between their element counts, and add the times to their trials in the store.
 
-    gpu: where `measure` times; it is asked once for each round, of all problems, and what it yields is stored at once.
-    A kernel that is wrong or unstable by now wins nothing any more: that is what all its trials on that GPU become. One
-    that ends otherwise is not timed again in this run. Where an earlier run has timed all these kernels it is not done
-    again, but where a winner is named. No kernel is timed after `deadline`, in seconds of `time.monotonic`; the next
-    run goes on there. Returns those of the problems that have trials on that GPU. Raises `StorageError` where the store
+    gpu: where `measure` times. `measure` is called once for each round, with the kernels of all problems, and the
+        trials that it yields are stored at once.
+
+    A kernel that is wrong or unstable by now wins nothing any more: all its trials on that GPU get that outcome. A
+    kernel that ends otherwise is not timed again in this run. A place where an earlier run has timed all these kernels
+    is left out, unless a winner is named there. No kernel is timed after `deadline`, in seconds of `time.monotonic`;
+    the next run goes on there. Returns the problems that have trials on that GPU. Raises `StorageError` where the store
     cannot keep a time.
     """
     ended: set[str] = set()  # digests of kernels that were not ok in this run
@@ -102,8 +104,9 @@ class _Refinement:
     def __init__(self, problem: Problem, store: Store, arch: str, gpu: Environment, ended: set[str]) -> None:
         self._problem, self._store, self._arch, self._gpu = problem, store, arch, gpu.gpu
         trials = self._trials()
-        found = portfolio(trials)
-        self._winners = {cell: trial for cell, trial in found.items() if cell.is_bucket and not cell.portable}
+        self._winners = {
+            cell: trial for cell, trial in portfolio(trials).items() if cell.is_bucket and not cell.portable
+        }
         best = {digest_of(trial): trial for trial in self._winners.values()}
         for trial in closest_trials(trials, MOST_KERNELS):
             if len(best) < MOST_KERNELS:
@@ -112,7 +115,8 @@ class _Refinement:
         ascending = sorted(filter(may_win, trials), key=lambda trial: trial.date)
         newest = {knobs_key(trial.knobs): digest_of(trial) for trial in ascending}
         self.kernels = {
-            digest: _variant(trial, store.kernel(digest))
+            # Without source and PTX, because there may be thousands.
+            digest: Variant(trial.problem, trial.knobs, without_texts(store.kernel(digest)))
             for digest, trial in best.items()
             if newest[knobs_key(trial.knobs)] == digest and digest not in ended
         }
@@ -130,8 +134,9 @@ class _Refinement:
         self._rank(self._trials())
 
     def _rank(self, trials: Iterable[Trial]) -> None:
-        ours = [trial for trial in trials if trial.kernel and trial.kernel.digest in self.kernels]
-        self._ranked = ranked_by_cell(ours)
+        self._ranked = ranked_by_cell(
+            [trial for trial in trials if trial.kernel and trial.kernel.digest in self.kernels]
+        )
         for cell, ranked in self._ranked.items():
             if self.kernels.keys() <= {digest_of(each.trial) for each in ranked}:
                 self._looked_at.add((cell.destination, cell.elements))
@@ -177,11 +182,6 @@ class _Refinement:
             if not seen:
                 return list(middles)
             known |= {middle: _winner(ranked.get(middle, ()), *middles[middle]) for middle in seen}
-
-
-def _variant(trial: Trial, kernel: Kernel) -> Variant:
-    """The variant of a trial, to be timed again; without source and PTX, because there may be thousands."""
-    return Variant(trial.problem, trial.knobs, replace(kernel, source="", ptx=b""))
 
 
 def _winner(ranked: Sequence[winners.RankedTrial], low: str, high: str) -> str:

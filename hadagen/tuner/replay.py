@@ -8,7 +8,7 @@ variant in a cell, the slowest time of the recording counts as its best time the
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, fsum, log
 
@@ -31,8 +31,8 @@ Order = Sequence[Trial]  # in the order in which a search evaluated them
 class Field:
     """A recording to search: the trials whose knobs are legal by today's rules.
 
-    `best` and `worst`: cell → microseconds; the best may be a trial of knobs that are gone. `evaluations`: how many a
-    search makes; 0 for the default. `of` raises `UsageError` if no trial is legal and right.
+    `best` and `worst`: cell → microseconds; the best may be a trial whose knobs the search no longer has.
+    `evaluations`: those of a search; 0 for the default. `of` raises `UsageError` if no trial is legal and right.
     """
 
     recording: Recording
@@ -63,8 +63,7 @@ class Field:
     @property
     def budget(self) -> int:
         """The evaluations of a search: by default a tenth of the variants, but at least 60; never more than all."""
-        wanted = self.evaluations or max(LEAST_BUDGET, ceil(len(self.trials) / BUDGET_SHARE))
-        return min(len(self.trials), wanted)
+        return min(len(self.trials), self.evaluations or max(LEAST_BUDGET, ceil(len(self.trials) / BUDGET_SHARE)))
 
 
 def times_of(trial: Trial) -> dict[Cell, float]:
@@ -75,7 +74,7 @@ def times_of(trial: Trial) -> dict[Cell, float]:
 
 
 def default_search(field: Field, seed: int, work: Callable[..., Work] = Pipeline) -> Order:
-    """The trials of `tune` for one problem, without known winners and without a store. work: as in `TuneOptions`."""
+    """The trials of `tune` for one problem, without known winners and without a store. `work` as in `TuneOptions`."""
     order: list[Trial] = []
 
     def listen(event: Event) -> None:
@@ -129,7 +128,7 @@ def curve(fields: Sequence[Field], orders: Sequence[Sequence[Order]]) -> Curve:
     longest = max(field.budget for field in fields)
     by_field = []
     for field, of_seeds in zip(fields, orders, strict=True):
-        courses = [_course(field, order) for order in of_seeds]
+        courses = (_course(field, order) for order in of_seeds)
         means = [fsum(values) / len(values) for values in zip(*courses, strict=True)]
         by_field.append(means + means[-1:] * (longest - len(means)))
     return Curve(
@@ -152,9 +151,8 @@ def _log_fraction(field: Field, so_far: Mapping[Cell, float]) -> float:
     return fsum(log(field.best[cell] / us) for cell, us in so_far.items()) / len(so_far)
 
 
-def run_searches(fields: Sequence[Field], seeds: Iterable[int]) -> dict[str, Curve]:
+def run_searches(fields: Sequence[Field], seeds: Sequence[int]) -> dict[str, Curve]:
     """Name of each of `SEARCHES` → its curve."""
-    seeds = list(seeds)
     return {
         name: curve(fields, [[search(field, seed) for seed in seeds] for field in fields])
         for name, search in SEARCHES.items()

@@ -63,14 +63,14 @@ RANKED, SEEDS = 8, 12  # knobs to begin with: the best by the cost model, and th
 CHILD_SHARE = 4
 LEAST_OF_CHILD = 3
 NEIGHBORS_TURN = 4  # one of this many trials has the best knobs so far of a neighboring problem
-NEAREST = 2  # of the problems with another matrix, beside the neighbors
+NEAREST = 2  # nearest problems with another matrix, besides the neighbors
 _RACES = "races"  # claimed while the near-ties of a problem are raced
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to search, with what, and for how long.
+    """The options of `tune`.
 
     `store`: keeps the trials; None for a search that keeps none. `build`: compiles variants and returns results in
     their order; None for a runner that needs no kernels. `trials`: number of trials for each problem, including those
@@ -131,17 +131,13 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
         return search.report()
 
 
+@lru_cache(maxsize=256)  # several searches of one process ask for the same problem and arch
 def first_guesses(problem: Problem, arch: Arch, trials: int, *, estimated: bool = False) -> tuple[Knobs, ...]:
     """The knobs with which the search of a problem begins, before it knows any times: the best by the cost model, and
     the first seeds of the space in turns; for estimates of so many `trials` the best by the cost model alone."""
-    return _first_guesses(problem, arch, trials if estimated else None)
-
-
-@lru_cache(maxsize=256)  # several searches of one process ask for the same problem and arch
-def _first_guesses(problem: Problem, arch: Arch, estimates: int | None) -> tuple[Knobs, ...]:
     space = Space(problem, arch)
-    if estimates is not None:
-        return tuple(shortlist(space, estimates))
+    if estimated:
+        return tuple(shortlist(space, trials))
     return tuple(_by_turns([space.seeds()[:SEEDS], shortlist(space, RANKED)]))
 
 
@@ -204,7 +200,7 @@ class _Search:
             self.stopped = "out of time"
 
     def race(self) -> None:
-        """Race the near-ties of all problems with new trials since their last race, of this run or an earlier one.
+        """Race the near-ties of all problems that got trials, in any run, since their last race.
 
         Does nothing if the runner cannot race.
         """
@@ -351,13 +347,12 @@ class _Search:
         return CHILD_SHARE * study.asked < self._finished[parent]
 
     def _ask_study(self, study: Study) -> tuple[Problem, Knobs] | None:
-        if self._may_ask(study):
-            try:
-                return study.problem, study.ask(prefer=self._winners_nearby(study))
-            except LookupError:  # fewer legal knobs than wanted trials
-                self._goals[study.problem] = study.asked
-                self._tell_if_finished(study)
-        return None
+        try:
+            return study.problem, study.ask(prefer=self._winners_nearby(study))
+        except LookupError:  # fewer legal knobs than wanted trials
+            self._goals[study.problem] = study.asked
+            self._tell_if_finished(study)
+            return None
 
     def _open(self, problem: Problem, wait: bool) -> bool:
         """Begin the search of a problem. Returns False if its first knobs are not known yet; with `wait` they will
@@ -366,7 +361,10 @@ class _Search:
         # The search starts with its knobs.
         oldest = (problem.parent if _is_like_its_parent(problem) else None) or problem
         if oldest not in self._seeds and len(self._stored[problem]) < self._share(problem):
-            guessed = self._guess(oldest, wait)
+            if options.guess:
+                guessed = options.guess(oldest, wait)
+            else:
+                guessed = first_guesses(oldest, options.arch, self._trials, estimated=self._estimated)
             if guessed is None:
                 return False
             self._seeds[oldest] = guessed
@@ -390,15 +388,10 @@ class _Search:
                 study.suggest(knobs)
         return True
 
-    def _guess(self, problem: Problem, wait: bool) -> Sequence[Knobs] | None:
-        if self._options.guess:
-            return self._options.guess(problem, wait)
-        return first_guesses(problem, self._options.arch, self._trials, estimated=self._estimated)
-
     def _winners_nearby(self, study: Study) -> list[Knobs]:
-        """The best knobs of the problems that differ least, of this run or earlier ones.
+        """The best knobs, from this run or earlier runs, of the problems that differ least.
 
-        Those of the parent come always, those of other neighbors every `NEIGHBORS_TURN` trials.
+        The knobs of the parent always come, the knobs of other neighbors every `NEIGHBORS_TURN` trials.
         """
         problem = study.problem
         nearby = [problem.parent] if problem.parent else []

@@ -119,8 +119,7 @@ def _head(head: facts.Head) -> Iterator[tuple[str, str]]:
         " and ".join(known) if len(known) < 2 else ", ".join(f"{n:,} {name}" for name, n in known.items()),
     )
     if head.first:
-        days = sorted({head.first[:10], head.last[:10]})
-        yield "dates", " to ".join(days)
+        yield "dates", " to ".join(sorted({head.first[:10], head.last[:10]}))
 
 
 def _sections(source: Source) -> Iterator[Section]:
@@ -217,11 +216,21 @@ def _outcomes(source: Source) -> Section:
 
 
 def _environments(source: Source) -> Section:
-    head = [("GPU", False), ("compute capability", False), ("SMs", True), ("L2, MiB", True), ("driver", False)]
-    head += [("CUDA", False), ("compiler", False), ("SM, MHz", True), ("memory, MHz", True)]
-    head += [("memory, GiB", True), ("power limit, W", True)]
+    head = [
+        ("GPU", False),
+        ("compute capability", False),
+        ("SMs", True),
+        ("L2, MiB", True),
+        ("driver", False),
+        ("CUDA", False),
+        ("compiler", False),
+        ("SM, MHz", True),
+        ("memory, MHz", True),
+        ("memory, GiB", True),
+        ("power limit, W", True),
+        ("trials" if source.trials else "winners", True),
+    ]
     known = facts.environments(source)
-    head += [("trials" if source.trials else "winners", True)]
     lines = [
         [
             *(printable(text) or "–" for text in (where.gpu or "estimated", where.compute_capability)),

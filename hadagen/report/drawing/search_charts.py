@@ -49,26 +49,26 @@ _LINE, _FRAME = 19, 70  # pixels of a value in the chart of knobs, and around it
 
 def knob_chart(effects: Mapping[tuple[str, str], Effects]) -> Drawn:
     """The distribution of the score over the values of each knob, the most important knob first."""
+    shown = [
+        (of, regime, f"{effect.knob}  {effect.importance:.0%}", value)
+        for (of, regime), found in effects.items()
+        for effect in found.knobs[:MOST_KNOBS]
+        for value in effect.values
+    ]
     rows: dict[str, list[Any]] = {
-        name: [] for name in ("problems", "regime", "factor", "trials", "failed", *_QUARTILES)
+        "problems": [of for of, _, _, _ in shown],
+        "regime": [regime for _, regime, _, _ in shown],
+        "factor": [(label, value.value) for _, _, label, value in shown],
+        "trials": [value.trials for *_, value in shown],
+        "failed": [value.failed for *_, value in shown],
+        **{name: [digits(getattr(value, name)) for *_, value in shown] for name in _QUARTILES},
     }
-    for (of, regime), found in effects.items():
-        for effect in found.knobs[:MOST_KNOBS]:
-            label = f"{effect.knob}  {effect.importance:.0%}"
-            for value in effect.values:
-                rows["problems"].append(of)
-                rows["regime"].append(regime)
-                rows["factor"].append((label, value.value))
-                rows["trials"].append(value.trials)
-                rows["failed"].append(value.failed)
-                for name in _QUARTILES:
-                    rows[name].append(digits(getattr(value, name)))
     source = ColumnDataSource(rows)
     first = next(iter(effects))
     boxes = ColumnDataSource({name: [] for name in rows})
     problems = select("Trials", first[0], (key[0] for key in effects), 220)
     where = select("Regime", first[1], (key[1] for key in effects), 220)
-    lowest = min((value for value in rows["low"]), default=0.0)
+    lowest = min(rows["low"], default=0.0)
     chart = new_figure(
         "Speed of the trials with each value, as a fraction of the best of their problem",
         "fraction of the best",
@@ -91,15 +91,18 @@ def knob_chart(effects: Mapping[tuple[str, str], Effects]) -> Drawn:
         ("failed", "@failed"),
         ("5 % below", "@low{0.000}"),
         ("a quarter below", "@first{0.000}"),
+        ("median", "@median{0.000}"),
+        ("a quarter above", "@third{0.000}"),
+        ("best", "@best{0.000}"),
     ]
-    tips += [("median", "@median{0.000}"), ("a quarter above", "@third{0.000}"), ("best", "@best{0.000}")]
     chart.add_tools(HoverTool(renderers=[box], tooltips=tips))
-    items = [("quartiles", [box]), ("median", [middle]), ("best", [best])]
-    add_legend(chart, items)
-    chart.yaxis.group_label_orientation = "horizontal"
-    chart.yaxis.group_text_font_size = "12px"
-    chart.yaxis.group_text_color = TEXT
-    chart.yaxis.separator_line_color = GRID
+    add_legend(chart, [("quartiles", [box]), ("median", [middle]), ("best", [best])])
+    chart.yaxis[0].update(
+        group_label_orientation="horizontal",
+        group_text_font_size="12px",
+        group_text_color=TEXT,
+        separator_line_color=GRID,
+    )
     chart.ygrid.grid_line_color = None
     update = CustomJS(
         args={
@@ -151,13 +154,12 @@ def curve_chart(curves: Sequence[Curve]) -> Drawn:
     chart.add_layout(Span(location=NEAR, dimension="width", line_color=TEXT, line_dash="dotted"))
     tips = [("", "@problem"), ("on", "@device"), ("trials", "@trials"), (f"to {NEAR:.0%} of the best", "@near trials")]
     chart.add_tools(HoverTool(renderers=[each], tooltips=tips, line_policy="interp"))
-    items = [("mean of all", [mean]), ("one problem", [each])]
-    add_legend(chart, items)
+    add_legend(chart, [("mean of all", [mean]), ("one problem", [each])])
     return Drawn(chart)
 
 
 def error_charts(points: Sequence[ErrorPoint]) -> Drawn:
-    """Errors on a logarithmic axis, and beside them as a share of the bound of their problem."""
+    """Two charts of errors: on a logarithmic axis, and as a share of the bound of their problem."""
     lengths = [point.n for point in points]
     highest = max(1.0, *(point.error / point.bound for point in points))
     common: dict[str, Any] = {
@@ -230,7 +232,6 @@ def outcome_chart(counts: Mapping[str, Mapping[str, int]]) -> Drawn:
     )
     for bar in bars:
         chart.add_tools(HoverTool(renderers=[bar], tooltips=[("", "@name"), ("$name", "@$name")]))
-    items = [(kind.value.replace("_", " "), [bar]) for kind, bar in zip(kinds, bars, strict=True)]
-    add_legend(chart, items)
+    add_legend(chart, [(kind.value.replace("_", " "), [bar]) for kind, bar in zip(kinds, bars, strict=True)])
     chart.ygrid.grid_line_color = None
     return Drawn(chart)
