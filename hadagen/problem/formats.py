@@ -54,7 +54,8 @@ class Layout(str, Enum):
         return self in (Layout.COLUMN_MAJOR, Layout.PACKED)
 
     def filled_up(self, rows: int, groups: int, size: int) -> tuple[int, int]:
-        """Rows and columns of the memory of scales, with the zeros that fill it up. size: bytes of an element."""
+        """Rows and columns of the memory that holds scales, with the zeros that fill it up. size: bytes of an
+        element."""
         of_rows, of_groups = (
             (COLUMN_ALIGNMENT // size, 1) if self.in_columns else (1, 1) if self is Layout.ROW_MAJOR else TILE
         )
@@ -87,7 +88,7 @@ class Format:
     groups: tuple[int, ...]
     rules: tuple[str, ...] = ("exact",)
     layouts: tuple[Layout, ...] = (Layout.ROW_MAJOR,)
-    needs_scale: bool = False  # of the caller: that of a tensor, of each head, or for all scales of groups
+    needs_scale: bool = False  # whether a call gives scales: of a tensor, of heads, or for all groups
     group: int = ROW
     rule: str = ""
     layout: Layout = Layout.ROW_MAJOR
@@ -161,7 +162,7 @@ class Format:
         parts += [f"layout={self.layout.value}"] if self.layout is not Layout.ROW_MAJOR else []
         return ", ".join([*parts, *(["round_first=True"] if self.rounded else [])])
 
-    def __lt__(self, other: Any) -> bool:  # problems are sorted, and have types beside formats
+    def __lt__(self, other: Any) -> bool:  # problems are sorted, and have types besides formats
         return self.key < (other.key if isinstance(other, Format) else str(other.value))
 
     def __gt__(self, other: Any) -> bool:
@@ -174,7 +175,7 @@ class Format:
 
     @property
     def by_head(self) -> bool:
-        """Whether the caller gives a scale for each head: for as many equally long stretches of the rows of x."""
+        """Whether the caller gives a scale for each head. The rows of x are divided evenly among the heads."""
         return self.name == "fp8-head"
 
     @property

@@ -27,10 +27,10 @@ NO_FORMAT = ""  # in place of the name of a format
 
 
 class Before(NamedTuple):
-    """What comes before a rotation.
+    """The prologue before a rotation, and its operands.
 
-    prologue: the name of one in `PROLOGUES`.
-    values: what it reads besides x, in the order of its operands: tensors of x's type, of x's shape or [n].
+    prologue: a name in `PROLOGUES`.
+    values: the operands that it reads, in their order: tensors of x's type, of x's shape or [n].
     """
 
     prologue: str
@@ -44,8 +44,8 @@ class Before(NamedTuple):
 
 
 class After(NamedTuple):
-    """What comes after a prologue: a rotation, and a quantizer if there is a format. tensor_scale: that of the call, if
-    the format needs one."""
+    """The rotation after a prologue, and the quantizer if there is a format. tensor_scale: that of the call, if the
+    format needs one."""
 
     of: RotateArguments
     form: Format | None = None
@@ -53,7 +53,7 @@ class After(NamedTuple):
     tensor_scale: torch.Tensor | None = None
 
     def at(self) -> tuple[Any, ...]:
-        """As the operator takes it."""
+        """The fields as arguments of the operator."""
         values, form = [*self.of], self.form  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
         options = *values[:6], self.of.scale, self.of.numerics, self.of.batch_invariant
         format_options = (form.name, form.group, form.rule, form.layout.value) if form else (NO_FORMAT, 0, "", "")
@@ -145,7 +145,8 @@ def _run_of_rotation(x: torch.Tensor, of: RotateArguments, before: Before) -> Ru
 
 
 def _in_pytorch(x: torch.Tensor, before: Before, after: After, *, differentiable: bool) -> list[torch.Tensor]:
-    """In float32, or in float64 if x is, but for what the prologue rounds. Codes are never differentiable."""
+    """The result in PyTorch. Computes in float32, or in float64 for float64, except where the prologue rounds. Codes
+    are never differentiable."""
     of, form, round_first, given = after
     wide, prologue = torch.promote_types(x.dtype, torch.float32), before.of
     rows = [each.to(wide).reshape(-1, of.n) if each.shape == x.shape else each.to(wide) for each in (x, *before.values)]

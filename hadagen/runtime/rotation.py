@@ -441,7 +441,7 @@ class Rotation(SealedModule):
     def _options(
         self, x: torch.Tensor, transposed: bool, scale: float, numerics: str, batch_invariant: bool
     ) -> RotateArguments:
-        """What operators take. Raises `TensorError` if the buffers do not hold the values of such a rotation."""
+        """The arguments of operators. Raises `TensorError` if the buffers do not hold the values of such a rotation."""
         if _is_dynamo_compiling() or not self._may_look(x):
             tensors = self._unchecked(x)
         else:
@@ -554,8 +554,8 @@ class Rotation(SealedModule):
         ]
 
     def number_for(self, x: torch.Tensor) -> int | None:
-        """What stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x does not
-        fit, or the buffers have to be read first."""
+        """The number that stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x
+        does not fit, or the buffers have to be read first."""
         made = self._made
         if made is None or made.index != x.get_device() or (made.watched and not made.is_whole(self._buffers)):
             return None
@@ -569,7 +569,7 @@ class Rotation(SealedModule):
     def operands_for(
         self, x: torch.Tensor, scale: float, numerics: str = "accurate", batch_invariant: bool = BATCH_INVARIANT
     ) -> RotateArguments:
-        """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
+        """The arguments of an operator that rotates x and multiplies by a scale. Raises what a call with x raises."""
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
         options = self._options(x, False, scale, numerics, batch_invariant)

@@ -114,5 +114,5 @@ def _warn_of_padding(columns: Any, scale: Any) -> None:
 
 
 def _number(scale: Any) -> Any:
-    """The scale; where a shape was traced, of which it was computed, it is a tensor."""
+    """The scale. It is a tensor if it was computed from a shape that was traced."""
     return float(scale) if isinstance(scale, torch.Tensor) and torch._C._is_tracing() else scale
