@@ -427,7 +427,7 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(machine: Machine, mo
     [
         (({"n": 100, "dtype": "float16"},), "n must be a power of two"),
         (("n256",), "names no problem"),
-        ((5,), "is not one; give a Problem"),
+        ((5,), "names no problem; give a Problem"),
         ((PROBLEM, "cuda:99"), "'cuda:99' is not a CUDA device"),
         ((PROBLEM, None, 0), "seconds = 0 is not"),
         ((PROBLEM, None, float("inf")), "seconds = inf is not"),

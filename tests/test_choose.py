@@ -409,11 +409,11 @@ NO_PROBLEMS = ("n128", "n128-float16", "n0128-float16-fast", "n128-float16-fast-
             for inplace in ("no", np.array([True, False]), torch.ones(2))
         ),
         ({"problem": {"n": 100, "dtype": "float16"}}, "n = 100 is not supported"),
-        ({"problem": {"n": 128}}, r"problem = .* lacks 'dtype'; give such as "),
-        ({"problem": {"dtype": "float16"}}, r"problem = .* lacks 'n'; give such as "),
+        ({"problem": {"n": 128}}, r"problem = .* lacks 'dtype'; give a dict like "),
+        ({"problem": {"dtype": "float16"}}, r"problem = .* lacks 'n'; give a dict like "),
         (
             {"problem": {"n": 128, "dtype": "float16", "m": 1}},
-            r"problem = .* is not one; give a Problem, its key, or such as",
+            r"problem = .* names no problem; give a Problem, its key, or a dict like",
         ),
         *(({"problem": key}, f"'{key}' names no problem; write one such as n4096-float16-fast") for key in NO_PROBLEMS),
         (
@@ -449,7 +449,7 @@ def test_whole_numbers_of_any_kind_are_numbers() -> None:
 
 @pytest.mark.parametrize("device", [0, "0", "cuda", "cuda:0", torch.device("cuda:1")], ids=repr)
 def test_beside_an_arch_a_number_is_no_name_of_a_gpu(device: int | str | torch.device) -> None:
-    with pytest.raises(UsageError, match=r"is no name of a GPU, which is wanted .* such as 'NVIDIA H100 80GB HBM3'"):
+    with pytest.raises(UsageError, match=r"is no name of a GPU, which is wanted .* like 'NVIDIA H100 80GB HBM3'"):
         hadagen.best_config(PROBLEM, 1, device, arch="sm90")
     assert hadagen.best_config(PROBLEM, 1, "Abacus 3000", arch="sm90").device.gpu == "Abacus 3000"
 

@@ -222,7 +222,7 @@ def test_calls_use_what_a_trusted_key_signed(
         assert best().match is Match.SAME_ARCH
     monkeypatch.setenv(trust.VARIABLE, str(other))
     with pytest.warns(
-        RuntimeWarning, match=r"goes on without a bundle: .*sm90\.db is signed by SHA256:.*, and HADAGEN"
+        RuntimeWarning, match=r"goes on without a bundle: .*sm90\.db is signed by SHA256:.*, but HADAGEN"
     ):
         assert best().match is Match.GENERIC
 
@@ -238,7 +238,7 @@ def forge(path: Path) -> None:
     [
         (
             lambda path: change(path, "DELETE FROM signatures"),
-            "is not signed, and HADAGEN_TRUSTED_KEYS asks for SHA256:",
+            "is not signed, but HADAGEN_TRUSTED_KEYS accepts only SHA256:",
         ),
         (forge, "the signature of .* by SHA256:.* is not of what it holds"),
         (

@@ -1,4 +1,4 @@
-"""`Cell`: what one timing is of. `Traffic`: the memory of the launches of a timing.
+"""`Cell`: the conditions of one timing. `Traffic`: the memory of the launches of a timing.
 
 One timing is a CUDA graph of launches, replayed. Launch number i works in *slot* i, a piece of one large arena:
 
@@ -48,7 +48,7 @@ class Traffic(NamedTuple):
     cache: Cache
     codes_bytes: int = 0  # of the result instead where that is quantized, a multiple of 16
     scales_bytes: int = 0  # and of the scales behind it,
-    room_bytes: int = 0  # of which the layout takes so many
+    room_bytes: int = 0  # the bytes that the layout of the scales takes
     inputs: int = 0  # buffers that are read besides x
     outputs: int = 0  # buffers that are written besides the result
 
@@ -63,7 +63,7 @@ class Traffic(NamedTuple):
 
     @property
     def result_bytes(self) -> int:
-        """Room for what a launch writes, each part up to a multiple of 16."""
+        """Room for the results of a launch, each part up to a multiple of 16."""
         first = self.codes_bytes + -(-self.room_bytes // 16) * 16 if self.codes_bytes else self.buffer_bytes
         return first + self.outputs * self.buffer_bytes
 
@@ -98,7 +98,7 @@ class Traffic(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What one timing is of: `elements` = rows · n, the destination of the result, and where the input lies."""
+    """The conditions of one timing: `elements` = rows · n, the destination of the result, and where the input lies."""
 
     elements: int
     destination: Destination

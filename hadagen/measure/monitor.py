@@ -1,4 +1,4 @@
-"""`Monitor`: what disturbs timings on a GPU, as NVML tells it.
+"""`Monitor`: finds disturbances of timings on a GPU, with NVML.
 
 Times are wrong while another process runs on the GPU, or while the GPU is slowed down because it is hot or short of
 power. `Monitor.look` asks before and after something is timed. In the good case it takes a few questions of
@@ -59,7 +59,7 @@ class Monitor:
     """Looks at the GPU on which this process times. Make it before there is a CUDA context, and call `begin` once the
     GPU is warm.
 
-    gpu: None if NVML does not know it; then nothing disturbs. environment: of the device. own_bytes: returns the
+    gpu: None if NVML does not know it; then nothing disturbs. environment: that of the device. own_bytes: returns the
     memory that this process has asked for, in bytes.
     """
 
@@ -85,7 +85,7 @@ class Monitor:
             self._suspects = (gpu.utilization() or 0) >= BUSY_PERCENT  # with no work of ours
 
     def begin(self) -> None:
-        """Note which process is this one, and how fast the warm GPU is."""
+        """Find out which process is this one, and how fast the warm GPU is."""
         gpu = self._gpu
         if gpu is None:
             return
@@ -97,7 +97,7 @@ class Monitor:
         self._foreign_bytes = self._foreign(gpu)
 
     def look(self, after: bool = False) -> Disturbed | None:
-        """What disturbs now; None if nothing does. `after`: whether something was timed until now."""
+        """The disturbance now; None if there is none. `after`: whether something was timed until now."""
         gpu = self._gpu
         if gpu is None:
             return None

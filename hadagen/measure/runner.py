@@ -22,7 +22,7 @@ _log = logging.getLogger("hadagen")
 
 _REPLAYS = 7
 _PAUSES_S = (2.0, 8.0)  # before what was disturbed is timed again
-_DISTURBED_IN_A_ROW = 3  # variants, each in all attempts; then the device is given up
+_DISTURBED_IN_A_ROW = 3  # variants that were disturbed in all attempts; then the device is given up
 _LOOK_S = 20.0  # for a new worker to say how the device is
 _ATTEMPTS = 3  # at a request whose worker was killed
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
@@ -90,14 +90,15 @@ class DeviceRunner:
         timed further. Its trial is `ok`, with the timings so far.
     timeout_s: seconds for one variant.
     silence_s: seconds without a sign of life from the device, after which a kernel counts as hung. See `Watch`.
-    deadline: of `time.monotonic()`. What goes on then is ended, and a run has no more trials.
+    deadline: a time of `time.monotonic()`. Work that goes on then is ended, and a run has no more trials.
     make_service: runs in the worker instead of the GPU; for tests.
 
     The worker starts at the first use, and `close` kills it. Every use raises `DeviceError` if it cannot start, or
     then has a device of another class. If another program kills the worker, a new one gets the request again, for three
     attempts in all.
 
-    What is timed while the device is busy or throttled is timed again after a pause, up to three times in all.
+    Kernels that are timed while the device is busy or throttled are timed again after a pause, up to three times in
+    all.
     """
 
     def __init__(
@@ -183,8 +184,9 @@ class DeviceRunner:
         """Verify variants whose problems differ in numerics only, then time them in turns with the other libraries and
         the copy.
 
-        cells: each with the positions of the variants that are timed there. Raises `DeviceError` if the worker fails or
-        takes longer than `COMPARISON_TIMEOUT_S`. If the device was busy or throttled meanwhile, a warning is logged.
+        cells: pairs of a cell and the indices, in `variants`, of those timed in it. Raises `DeviceError` if the worker
+        fails or takes longer than `COMPARISON_TIMEOUT_S`. If the device was busy or throttled meanwhile, a warning is
+        logged.
         """
         kinds = {variant.problem.with_io(numerics=Numerics.ACCURATE).key for variant in variants}
         if len(kinds) != 1:
@@ -257,8 +259,8 @@ class DeviceRunner:
         self._worker.send(request)
 
     def _receive(self, request: _Request, timeout_s: float, deadline: float = inf) -> Any:
-        """The answer to the request that the worker has, or a `Failure`. timeout_s: of each attempt, and none goes on
-        after the deadline."""
+        """The answer to the request that the worker has, or a `Failure`. timeout_s: the limit of each attempt. No
+        attempt goes on after the deadline."""
         attempt = 1
         while True:
             answer = self._worker.receive(max(0.0, min(timeout_s, deadline - time.monotonic())))
@@ -294,7 +296,7 @@ class DeviceRunner:
         return self._trial(variant, answer)
 
     def _received(self, variant: Variant) -> Answer | Disturbed | None:
-        """What the worker answers, or what its failure means; None if the deadline came before."""
+        """The answer of the worker, or the outcome that its failure means; None if the deadline came before."""
         started = time.monotonic()
         answer = self._receive(self._request(variant), self._timeout_s, self._deadline)
         if not isinstance(answer, Failure):
@@ -308,7 +310,8 @@ class DeviceRunner:
         return self._disturbed_now() or Answer(Outcome.TIMEOUT, answer.detail, seconds=seconds)
 
     def _disturbed_now(self) -> Disturbed | None:
-        """What a new worker finds. A variant may have exceeded its time because others use the device."""
+        """The disturbance that a new worker finds. A variant may have exceeded its time because others use the
+        device."""
         try:
             self._send(Look())
         except DeviceError:  # which the next variant meets again, once this one has its trial

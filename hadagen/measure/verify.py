@@ -144,7 +144,7 @@ class _Case(NamedTuple):
     bits: torch.Tensor  # [rows, columns] int16 or int32
     reference: torch.Tensor  # [rows, columns] float64
     inputs: dict[str, torch.Tensor]  # operands like x, by name: bits [rows, n]
-    written: dict[str, torch.Tensor]  # what else is written, by name: [rows, n] float64
+    written: dict[str, torch.Tensor]  # other results by name: [rows, n] float64
 
     def rows(self, count: int) -> torch.Tensor:
         """The indices of `count` rows, repeated in turn."""
@@ -159,7 +159,7 @@ class _Case(NamedTuple):
 
 
 class _CaseKey(NamedTuple):
-    """What tells the cases of a problem apart. `operands`: a position in `operand_sets`."""
+    """The key of a case among the cases of a problem. `operands`: an index into `operand_sets`."""
 
     input_class: str
     columns: int
@@ -233,7 +233,7 @@ class Verifier:
         self._cases_of(problem)
 
     def check(self, kernel: Launchable, problem: Problem) -> Answer:
-        """Whether it is right; nothing is timed. Raises what a failed launch raises: `DeviceError`, or PyTorch's
+        """Whether a kernel is right; nothing is timed. Raises what a failed launch raises: `DeviceError`, or PyTorch's
         `RuntimeError`."""
         cases = self._cases_of(problem)
         self._device_cases = {}  # a wrong kernel may have written anywhere
@@ -296,7 +296,7 @@ class Verifier:
         return _answer(problem, findings)
 
     def _errors(self, problem: Problem, results: _Results, case: _Case) -> list[torch.Tensor]:
-        """Of what a kernel makes of a case."""
+        """The errors of the results of a kernel for a case."""
         dtype, form = TORCH_DTYPE[problem.io.input], problem.io.form
         first = len(results) - len(case.written)
         made = results[:first] if form else [results[0].view(dtype)]
@@ -315,7 +315,7 @@ class Verifier:
         in_place: bool,
         findings: _Findings,
     ) -> _Results:
-        """What a kernel makes of the rows of a case: the bits of the transform; or codes [units, …] of each
+        """The results of a kernel for the rows of a case: the bits of the transform; or codes [units, …] of each
         `Problem.unit`, and their scales if groups have some; then the bits of what else it writes. All other memory
         must be as it was before."""
         x, form, (_, x_pitch, y_pitch) = case.bits, problem.io.form, arranged.rows
@@ -401,7 +401,7 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _same_bits(few: _Results, among: _Results) -> list[torch.Tensor]:
-    """Of each result, whether its rows have the bits of the first rows among others."""
+    """Whether the rows of each result have the bits of the first rows among others."""
     kinds = [_AS_INTEGERS[each.element_size()] for each in few]
     pairs = zip(kinds, few, among, strict=True)
     return [(mine.view(kind) == theirs[: len(mine)].view(kind)).all() for kind, mine, theirs in pairs]

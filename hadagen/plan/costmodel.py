@@ -37,7 +37,7 @@ LATENCIES = {"mma": 33, "arithmetic": 5, "shuffle": 25, "shared": 30, "reduce": 
 
 
 class Estimate:
-    """The times of one plan. `registers`: of a thread of the compiled kernel; None to estimate them."""
+    """The times of one plan. `registers`: those of a thread of the compiled kernel; None to estimate them."""
 
     def __init__(self, plan: Plan, arch: Arch, registers: int | None = None) -> None:
         self._arch = arch

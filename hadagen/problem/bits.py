@@ -20,7 +20,7 @@ _BFLOAT16_LEAST = -133  # log2 of the smallest subnormal
 def encode(dtype: DType, values: NDArray[Any]) -> Bits:
     """The bits of `values` (any shape, taken as float64) rounded once to `dtype`, to nearest with ties to even.
 
-    What is too large becomes an infinity; a NaN stays a NaN.
+    A value that is too large becomes an infinity; a NaN stays a NaN.
     """
     reals = np.asarray(values, dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):

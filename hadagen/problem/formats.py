@@ -55,7 +55,8 @@ class Layout(str, Enum):
         return self in (Layout.COLUMN_MAJOR, Layout.PACKED)
 
     def filled_up(self, rows: int, groups: int, size: int) -> tuple[int, int]:
-        """Rows and columns of the memory of scales, with the zeros that fill it up. size: bytes of an element."""
+        """Rows and columns of the memory that holds scales, with the zeros that fill it up. size: bytes of an
+        element."""
         of_rows, of_groups = (
             (COLUMN_ALIGNMENT // size, 1) if self.in_columns else (1, 1) if self is Layout.ROW_MAJOR else TILE
         )
@@ -162,7 +163,7 @@ class Format:
         parts += [f"layout={self.layout.value}"] if self.layout is not Layout.ROW_MAJOR else []
         return ", ".join([*parts, *(["round_first=True"] if self.rounded else [])])
 
-    def __lt__(self, other: Any) -> bool:  # problems are sorted, and have types beside formats
+    def __lt__(self, other: Any) -> bool:  # problems are sorted, and have types besides formats
         return self.key < (other.key if isinstance(other, Format) else str(other.value))
 
     def __gt__(self, other: Any) -> bool:

@@ -21,7 +21,7 @@ from hadagen.problem.formats import FORMATS, ROW, Element, Format
 MAX_LOG2_N = 17
 # Of the matrix of a transform.
 MAX_ORDER = 428
-# The least order of H beside a matrix for which there are kernels.
+# The least order of H for which there are kernels with a matrix.
 LEAST_LENGTH = 8
 # The least elements of a group with one scale: those of a vector of 8-bit codes.
 LEAST_GROUP = 16
@@ -149,7 +149,7 @@ def _is_size(value: Any, least: int, most: int) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Io:
-    """What a transform reads and writes, and how often it may round in between. `fast` means `accurate` for float32,
+    """The input and output of a transform, and how often it may round in between. `fast` means `accurate` for float32,
     and for float16 that is quantized, because rounded sums could leave its range.
 
     output: the type of the input, or the format in which the result is quantized. Its key will do.
@@ -266,7 +266,7 @@ class Problem:
 
     @classmethod
     def parse(cls, key: str) -> Problem:
-        """The problem of a `key`. Raises `UsageError` where it is none."""
+        """The problem of a `key`. Raises `UsageError` for any other text."""
         if found := _parsed(key) if isinstance(key, str) else None:
             return found
         raise UsageError(f"{shown(key)} names no problem; write one such as n4096-float16-fast or n64-float32-accurate")
@@ -297,12 +297,12 @@ class Problem:
 
     @property
     def unit(self) -> int:
-        """Elements of what a tile holds whole: a row, or what is quantized together if that is longer."""
+        """The elements that a tile holds whole: a row, or those that are quantized together if these are more."""
         return max(self.n, self.io.form.group, LEAST_GROUP) if self.io.form else self.n
 
     @property
     def odd_factor(self) -> int:
-        """The odd factor of `unit` where there is no matrix: a tile has that many warps, times a power of two."""
+        """The odd factor of `unit`; 1 with a matrix. A tile has this number of warps, times a power of two."""
         return 1 if self.transform.has_matrix else self.unit // (self.unit & -self.unit)
 
     @property
@@ -313,7 +313,8 @@ class Problem:
     @property
     def parent(self) -> Problem | None:
         """The problem whose winners are the first guess for this one: the same with contiguous rows, without swapped
-        bits, without a format, without signs, or without a prologue. None if nothing of that applies, or if n is 1."""
+        bits, without a format, without signs, or without a prologue. None if none of these applies, or if only
+        the format could be left out and n is 1."""
         if self.prologue:
             return replace(self, prologue="")
         if self.io.rows is not Rows.CONTIGUOUS:
@@ -330,8 +331,8 @@ class Problem:
 
     @property
     def _has_steps_to_round_between(self) -> bool:
-        """Of a result that is quantized: whether there are two mma for H, an exchange, or H and a matrix. H beside a
-        matrix is rounded in no other way than to 16 bits."""
+        """Whether a kernel that quantizes has steps to round between: two mma for H, an exchange, or H and a matrix.
+        Between H and a matrix, values are rounded in no other way than to 16 bits."""
         if self.transform.has_matrix:
             return self.bits > 0 and not (self.io.form and self.io.form.rounds_first)
         return self.bits >= _BITS_OF_TWO_MMA
@@ -368,7 +369,7 @@ class Problem:
 
     @property
     def _usual_error(self) -> float:
-        """The error of what kernels are compared with: if they may round often, HadaCore's, or with a matrix, of two
+        """The error that kernels are compared with: if they may round often, that of HadaCore, or with a matrix, of two
         roundings."""
         if not self.may_round_often:
             return ACCURATE_BOUND[self.io.input]
@@ -438,13 +439,13 @@ def check_no_format(columns: Any, group: Any, rule: Any, layout: Any, round_firs
 
 
 def difference(one: Problem, other: Problem) -> float:
-    """How far two transforms are apart, to find kernels that may be good for both: by how many times two their matrices
-    and the lengths of H differ."""
+    """The distance of two transforms, to find kernels that may be good for both: |log2| of the ratio of their orders
+    plus |log2| of the ratio of the lengths of H."""
     return abs(log2(one.order / other.order)) + abs(log2(one.length / other.length))
 
 
 def padded_length(columns: int) -> int:
-    """The least power of two that is no less than `columns`, which is at least 1: what such rows are padded to."""
+    """The length to which rows of `columns` ≥ 1 elements are padded: the least power of two that is not below it."""
     return 1 << (columns - 1).bit_length()
 
 

@@ -66,7 +66,7 @@ def element_buckets(problem: Problem) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def main_buckets(problem: Problem) -> tuple[int, ...]:
-    """Those of `ELEMENT_BUCKETS`, ascending: each about twice the one before."""
+    """The buckets of a problem for the counts of `ELEMENT_BUCKETS`, ascending: each about twice the one before."""
     return _whole_rows(problem, ELEMENT_BUCKETS)
 
 
@@ -123,7 +123,7 @@ def buffers_besides(problem: Problem) -> tuple[int, int]:
 
 
 def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:
-    """Which timings name the winner of an element count: hot where input and output fit in half of L2, else cold."""
+    """The regime whose timings name the winner of an element count: hot if input and output fit in half of L2."""
     return Cache.HOT if touched_bytes(problem, elements, destination) <= l2_bytes // 2 else Cache.COLD
 
 

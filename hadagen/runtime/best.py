@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 class BestConfig:
     """The kernel that a call runs for a problem on a device, and what is known about it.
 
-    `rows`: of `problem.n` elements each. `kernel`: its digest. `relative_error`: the largest ‖out − ref‖ / ‖ref‖
-    against float64 that was measured; None if the kernel never ran. `us`, `copy_us`: microseconds of one launch, and of
-    a plain copy of the same bytes; None unless measured on a GPU of this class, at an element count (rows · n) within a
-    factor of two. `provenance`: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc", "date" (UTC),
-    "elements" (the element count of the winner), and "us" and "copy_us" at this count on this GPU, or None for
-    estimates.
+    `rows`: the number of rows of `problem.n` elements. `kernel`: its digest. `relative_error`: the largest ‖out − ref‖
+    / ‖ref‖ against float64 that was measured; None if the kernel never ran. `us`, `copy_us`: microseconds of one
+    launch, and of a plain copy of the same bytes; None unless measured on a GPU of this class, at an element count
+    (rows · n) within a factor of two. `provenance`: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc",
+    "date" (UTC), "elements" (the element count of the winner), and "us" and "copy_us" at this count on this GPU, or
+    None for estimates.
 
     All of these are None if `match` is GENERIC.
     """
@@ -55,7 +55,7 @@ class BestConfig:
         return None if self.us is None or self.copy_us is None else self.copy_us / self.us
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """The fields as plain values, for JSON."""
         return {
             "problem": self.problem.key,
             "rows": self.rows,
@@ -138,16 +138,16 @@ def best_config(
         rotation. Or a whole problem, without a dtype: a `Problem`, its key, such as "n4096-float16-fast", or the
         arguments of `Problem.of`, {"n": 4096, "dtype": torch.float16, "numerics": "fast"}. `best_config(problem, rows)`
         is possible then.
-    dtype: of x, such as torch.float16 or "float16".
+    dtype: the type of x, such as torch.float16 or "float16".
     rows: the number of rows of x: all dimensions but the last, multiplied.
     device: a CUDA device of this machine, the current one if none is given. With `arch` (for instance "sm90") the name
         of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch. Where neither the bundles nor hadagen know
         a GPU of that name, the `match` is ESTIMATED at best.
     inplace: whether the result overwrites the input.
-    batch_invariant: as in the call. If True, a `match` of GENERIC also stands for a call that raises, because only
-        calls that are not batch-invariant have kernels.
-    order, signed: of a rotation by n elements: K, or 1 without a matrix, and whether it has signs. A `Rotation`, a
-        `Problem` and a key say that themselves.
+    batch_invariant: the argument of the call. If True, a `match` of GENERIC also stands for a call that raises, because
+        only calls that are not batch-invariant have kernels.
+    order, signed: those of a rotation of n elements: K, or 1 without a matrix, and whether it has signs. A `Rotation`,
+        a `Problem` and a key say that themselves.
     to, columns, group, rule, layout, round_first: as for `warmup`, one format each.
 
     Raises `UsageError` for missing or too many arguments, a bad problem, order, flag, format or arch, a rotation that

@@ -1,5 +1,5 @@
-"""Calls that come again. A `Run` is what a call does. One table remembers the runs of transforms, rotations and
-quantizers, so that a call that comes again costs one look-up and one launch.
+"""Calls that come again. A `Run` is the launch that a call makes. One table remembers the runs of transforms, rotations
+and quantizers, so that a call that comes again costs one look-up and one launch.
 
 A kernel that takes contiguous rows takes them at addresses that are multiples of 16 bytes.
 """
@@ -68,8 +68,8 @@ _EMPTY = {name: _find_empty_strided(name) for name in ("cuda", "cpu")}
 class Run:
     """One launch of a kernel, for all tensors that differ from x in their address only, by a multiple of 16 bytes.
 
-    launch: takes the addresses of x, of each result, and of what else differs from call to call.
-    outputs: what each result is like. Tensors that are written instead are like them too.
+    launch: takes the addresses of x, of each result, and of all other tensors that differ from call to call.
+    outputs: shape, strides and type of each result. Tensors that are written instead have the same.
     of, options: the operator with whose derivative the call comes again, and its options; or the format of codes.
     make_scales: makes the second result; by default it holds any values.
     clears: whether a tensor that takes the last result is filled with zeros first.
@@ -95,7 +95,7 @@ class Run:
         self._alone = torch.cuda.device_count() == 1  # a single device is always current
 
     def new(self, x: int, *others: int) -> Any:
-        """The result, or a tuple of the results, for x at this address. others: what the launch takes last."""
+        """The result, or a tuple of the results, for x at this address. others: the last arguments of the launch."""
         device = self.device
         if not (self._alone or streams.current_device() == device):
             with torch.cuda.device(device):
@@ -112,7 +112,7 @@ class Run:
         return result
 
     def into(self, out: Sequence[torch.Tensor], *addresses: int) -> None:
-        """The same into tensors. addresses: of x, of the tensors, and then as for `new`."""
+        """Write the results into tensors. addresses: those of x and of the tensors, and then `others` of `new`."""
         if self._clears:
             out[-1].zero_()
         increment_version(out)  # PyTorch does not see that a kernel writes
@@ -122,7 +122,7 @@ class Run:
             streams.queue(self.launch, self.device, *addresses)
 
     def over(self, x: torch.Tensor, address: int) -> torch.Tensor:
-        """The same into x, which lies at this address."""
+        """Write the result into x, which lies at this address."""
         if x.is_inference():
             check_writable(x)
         self.into((x,), address, address)
@@ -196,7 +196,7 @@ def like(x: torch.Tensor) -> Output:
 
 
 def _bytes_of(output: Output) -> int:
-    """Of its memory, with what fills up columns."""
+    """The bytes of the memory of a result, counting the zeros that fill up columns."""
     shape, strides, dtype = output
     return 0 if 0 in shape else max(map(mul, shape, strides), default=1) * dtype.itemsize
 
@@ -244,11 +244,11 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 
 def known(x: torch.Tensor, what: Any, inplace: bool = False) -> Run | None:
-    """What a call with x does, if it comes again with arguments that were checked; else None. (In traces that are not
+    """The run of a call with x that comes again, with arguments that were checked; else None. (In traces that are not
     Dynamo's, sizes are tensors, so no call is known.)
 
-    what: all that the call asks for. An entry is right for whatever lies at the addresses of operands, because `what`
-    has a number that stands for them.
+    what: all options of the call. An entry is right whatever lies at the addresses of operands, because `what` has a
+    number that stands for them.
     """
     try:
         address, strides = x.data_ptr(), x.is_contiguous() or x.stride()
@@ -259,7 +259,7 @@ def known(x: torch.Tensor, what: Any, inplace: bool = False) -> Run | None:
 
 
 def remember(x: torch.Tensor, what: Any, inplace: bool, run: Run) -> Run:
-    """Let `known` find what a call does."""
+    """Let `known` find the run of a call."""
     if len(tables.calls) >= _MAX_CALLS:
         tables.calls.clear()
     strides = x.is_contiguous() or x.stride()
@@ -293,8 +293,8 @@ def again(x: torch.Tensor, what: Any, inplace: bool = False, out: Any = None, ke
 
 # ---- rotations -------------------------------------------------------------------------------------------------------
 def number_of(of: RotateArguments, columns: int | None = None) -> int:
-    """A number that stands for operands, for what they are and where they lie, as long as that memory is theirs. With
-    numbers, keys are cheap to compare. columns: the last dimension of x, if only one fits."""
+    """A number that stands for operands and their addresses, as long as that memory is theirs. With numbers, keys are
+    cheap to compare. columns: the last dimension of x, if only one fits."""
     matrices, orders, signs, signs_after, n, swapped, _, scale, *_ = of
     key = (
         matrices is not None and (matrices.data_ptr(), matrices.dtype, *orders),
@@ -318,7 +318,7 @@ def rotation_problem(
     x: torch.Tensor, of: RotateArguments, to: Format | None = None, prologue: str = ""
 ) -> Problem | None:
     """The problem of a kernel that does all of a rotation; None if no kernel can. to: the format of the result.
-    prologue: the name of what comes before. Raises `UsageError` where the format does not fit the rows."""
+    prologue: the name of the prologue, or "". Raises `UsageError` where the format does not fit the rows."""
     order = of.orders[0] if of.matrices is not None else 1
     operands = [each for each in (of.matrices, of.signs, of.signs_after) if each is not None]
     if (
@@ -349,8 +349,8 @@ def launch_of(
     sizes: dict[str, int] | None = None,
     changing: Sequence[str] = (),
 ) -> Launch | None:
-    """The launch of a kernel for tensors like x without gaps; None if there is no such kernel. sizes, changing: more
-    operands, and those that differ from call to call, as `LoadedKernel.prepared` takes them."""
+    """The launch of a kernel for tensors like x without gaps; None if there is no such kernel. sizes: more
+    operands. changing: the names of operands that differ from call to call, as `LoadedKernel.prepared` takes them."""
     kind = kernels.Kind(x.get_device(), problem, in_place, of.batch_invariant)
     operands = addresses(of) | (sizes or {})
     return kernels.prepared(kind, x.numel(), of.scale, RowShape(of.n, of.n, of.n), operands, changing)

@@ -31,7 +31,7 @@ def check_is_number(scale: Any, name: str = "scale") -> None:
 
 
 def is_symbolic(scale: Any) -> bool:
-    """Whether it stands for a number in a trace that leaves the number open."""
+    """Whether the scale stands for a number in a trace that leaves the number open."""
     return isinstance(scale, (torch.SymFloat, torch.SymInt))
 
 
@@ -44,7 +44,7 @@ def check_call(x: torch.Tensor, scale: float, numerics: str) -> None:
 def check_options(scale: float, numerics: str, dtype: torch.dtype) -> None:
     """Raises TypeError if the scale is no real number, and `UsageError` for a bad scale or numerics.
 
-    dtype: of the tensor to transform.
+    dtype: the type of the tensor to transform.
     """
     check_is_number(scale)
     if not is_symbolic(scale):
@@ -57,7 +57,7 @@ def check_options(scale: float, numerics: str, dtype: torch.dtype) -> None:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raises `UsageError` unless it is one of the types that are computed in."""
+    """Raises `UsageError` unless the dtype is one of the types that are computed in."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         said = plain(dtype) if isinstance(dtype, torch.dtype) else dtype
         raise UsageError(f"dtype {shown(said)} is not possible; pass one of {', '.join(map(str, DTYPES))}")
@@ -95,7 +95,7 @@ def check_is_tensor(x: Any, name: str) -> None:
 
 
 def _is_freed(x: torch.Tensor) -> bool:
-    """Whether it has elements but no memory, as parameters that are sharded or offloaded at the moment. PyTorch's own
+    """Whether x has elements but no memory, as parameters that are sharded or offloaded at the moment. PyTorch's own
     functions read address 0 then."""
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)
@@ -135,7 +135,7 @@ def check_same_device(name: str, one: torch.device, of: str, other: torch.device
 
 
 def shape_of(x: torch.Tensor) -> str:
-    """For a message; nested tensors have none."""
+    """The shape of x for a message; nested tensors have none."""
     return "of several shapes" if x.is_nested else str(tuple(x.shape))
 
 

@@ -19,7 +19,7 @@ _ROWS_AT_A_TIME = 1024
 
 
 def rotation_of(make: Any, weight: torch.Tensor, n: int | None, perm: torch.Tensor | None) -> Any:
-    """What `Rotation.from_compressed_tensors` returns and raises. make: `Rotation`."""
+    """The rotation that `Rotation.from_compressed_tensors` returns. Raises the same errors. make: `Rotation`."""
     check_is_tensor(weight, "weight")
     strange = weight.is_nested or weight.layout is not torch.strided or not has_values(weight)
     if strange or weight.dtype not in (*DTYPES, torch.int8):

@@ -39,7 +39,7 @@ def as_orders(k: Any) -> tuple[int, ...]:
 
 
 def is_unknown(values: Any) -> bool:
-    """Whether it is a tensor without values, such as on the meta device, which a state dict may bring later."""
+    """Whether `values` is a tensor without values (such as on the meta device); a state dict may supply them later."""
     return isinstance(values, torch.Tensor) and not has_values(values)
 
 

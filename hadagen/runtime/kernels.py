@@ -31,7 +31,7 @@ _DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
 class Kind(NamedTuple):
-    """What decides about the kernel of a call, beside its number of elements."""
+    """The properties of a call that decide about its kernel, besides the number of elements."""
 
     device: int
     problem: Problem

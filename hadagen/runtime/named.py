@@ -1,4 +1,4 @@
-"""Operands of rotations, made once for each device: of named matrices, and from sealed buffers.
+"""Operands of rotations, made once for each device: from the names of matrices, and from sealed buffers.
 
 Both are operators of `torch.ops.hadagen` too, so that torch.compile does not look inside. They lie outside of modules,
 where nobody casts, moves, leaves out or stores them. Operands that depend only on a name are never freed, because CUDA

@@ -31,7 +31,8 @@ _ASKED = {"x": "inplace=True", "out": "out="}
 
 
 def register(name: str, schema: str, real: Any, fake: Any, autograd: Any = None, *tags: torch.Tag) -> Any:
-    """Define an operator. fake: what it does with tensors without memory. autograd: None if it has no derivatives."""
+    """Define an operator. fake: the implementation for tensors without memory. autograd: None if it has no
+    derivatives."""
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, real, "CompositeExplicitAutograd")
     if autograd is not None:
@@ -43,7 +44,7 @@ def register(name: str, schema: str, real: Any, fake: Any, autograd: Any = None,
 class LinearOperator:
     """The three operators of one name.
 
-    options: the NamedTuple of what they take behind x.
+    options: the NamedTuple of their arguments after x.
     required, defaulted: the schema of its fields, in their order: those without and those with a default.
     compute: (x, options, in_place) → the result for a tensor with memory, x itself if `in_place`. No derivatives.
     compute_into: (x, out, options), the same into `out`.

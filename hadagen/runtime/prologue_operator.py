@@ -25,10 +25,10 @@ from hadagen.runtime.rotate_operator import ROTATE, rotated
 
 
 class Before(NamedTuple):
-    """What comes before a rotation.
+    """The prologue before a rotation, and its operands.
 
-    prologue: the name of one in `PROLOGUES`.
-    values: what it reads besides x, in the order of its operands: tensors of x's type, of x's shape or [n].
+    prologue: a name in `PROLOGUES`.
+    values: the operands that it reads, in their order: tensors of x's type, of x's shape or [n].
     """
 
     prologue: str
@@ -115,7 +115,8 @@ def _run_of_rotation(x: torch.Tensor, of: RotateArguments, before: Before) -> Ru
 
 
 def _in_pytorch(x: torch.Tensor, before: Before, after: After, *, differentiable: bool) -> list[torch.Tensor]:
-    """In float32, or in float64 if x is, but for what the prologue rounds. Codes are never differentiable."""
+    """The result in PyTorch. Computes in float32, or in float64 for float64, except where the prologue rounds. Codes
+    are never differentiable."""
     of, form, round_first, given = after
     wide, prologue = torch.promote_types(x.dtype, torch.float32), before.of
     rows = [each.to(wide).reshape(-1, of.n) if each.shape == x.shape else each.to(wide) for each in (x, *before.values)]

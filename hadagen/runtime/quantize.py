@@ -78,7 +78,7 @@ def rotate_quantize(
         factor on H_n: by default n^-½, which makes it orthonormal; scale=1 is the unnormalized H_n.
     group: the group size, the number of neighboring elements with one scale; None is the default of the format.
     rule: how a scale follows from amax, the largest magnitude of its group; None is the default of the format.
-    layout: of the scales, "row-major", "column-major", "packed", "swizzled" or "batched-swizzled".
+    layout: the layout of the scales, "row-major", "column-major", "packed", "swizzled" or "batched-swizzled".
     tensor_scale: for fp8-tensor the scale of all values; for nvfp4 the scale of all scales, or with the rule
         transformer_engine the amax of all values. A number, or float32 with one element on x's device. For fp8-head the
         scale of each head, or with the rule fa3 the amax of each head: float32 on x's device, with the shape
@@ -149,7 +149,7 @@ _PLAIN = {None, type(None), int, float, bool, str}
 
 
 def _what(x: torch.Tensor, rotation: Any, tensor_scale: Any, to: Any, scale: Any, group: Any, *options: Any) -> Any:
-    """What a call asks for, as `calls.known` takes it; None where nothing is remembered."""
+    """The options of a call, as `calls.known` takes them; None if the call is not remembered."""
     if isinstance(rotation, Rotation):
         by = rotation.number_for(x)
         if by is None:
@@ -173,7 +173,7 @@ def _what(x: torch.Tensor, rotation: Any, tensor_scale: Any, to: Any, scale: Any
 def _again(
     run: Run, x: torch.Tensor, rotation: Any, given: torch.Tensor | None, target: tuple[Any, Any] | None
 ) -> tuple[Any, Any] | None:
-    """Codes and scales of a call that comes again; None if what it writes must be checked."""
+    """Codes and scales of a call that comes again; None if the tensors that it writes must be checked."""
     addresses = [] if given is None else [given.data_ptr()]
     if target is None:
         made = run.new(x.data_ptr(), *addresses)
@@ -245,7 +245,7 @@ def _destination(out: Any) -> tuple[Any, Any]:
 
 
 def check_values(x: torch.Tensor) -> None:
-    """Raises TypeError and `TensorError` for what cannot be quantized."""
+    """Raises TypeError and `TensorError` for an x that cannot be quantized."""
     _check_kind(x)
     _check_has_no_gradient(x, "x")
 
@@ -295,8 +295,8 @@ def _operands(
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
-    """As float32 on x's device, without dimensions or with those of heads. A tensor on a GPU is not looked at, because
-    that would wait."""
+    """The tensor_scale as float32 on x's device, without dimensions or with those of heads. The values of a tensor on a
+    GPU are not read, because that would wait."""
     if not form.needs_scale:
         if given is not None:
             raise UsageError(f"{form.name} has no tensor_scale; leave it out, or choose fp8-tensor, fp8-head or nvfp4")
@@ -317,7 +317,7 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
 
 
 def _is_ready(given: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether it is what `_tensor_scale` returns, as it nearly always is on a GPU."""
+    """Whether `given` can be used unchanged as the result of `_tensor_scale`, as nearly always on a GPU."""
     return (
         calls.is_plain(given)
         and given.is_cuda
@@ -357,7 +357,7 @@ def _scales_of_heads(x: torch.Tensor) -> str:
 
 
 def _check_is_possible(number: float, form: Format) -> None:
-    # A largest magnitude is what the values make it: 0, infinite or NaN too.
+    # A largest magnitude follows from the values, so it may be 0, infinite or NaN.
     is_magnitude = form.rule in ("transformer_engine", "fa3")
     is_possible = not number < 0 if is_magnitude else number == 0 or _LEAST <= number <= _MOST
     if not is_possible:

@@ -47,7 +47,8 @@ def shaped(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Ten
 
 
 def outputs_of(x: torch.Tensor, form: Format) -> tuple[Output, Output]:
-    """What codes and scales of x are. By formula, so that sizes of x may be symbols, without a guard on them."""
+    """Shape, strides and type of the codes and scales of x. By formula, so that sizes of x may be symbols without
+    guards."""
     *leading, columns = x.shape
     order, rows, groups = order_of(x, form), prod(leading), form.scales_in_row(columns)
     of_codes, of_scales = quantizer.types(form, x.dtype)
@@ -65,7 +66,7 @@ def outputs_of(x: torch.Tensor, form: Format) -> tuple[Output, Output]:
 
 
 def _strides(sizes: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
-    """Those of a tensor without gaps, whose dimensions lie in memory in this order, the fastest last."""
+    """The strides of a tensor without gaps, whose dimensions lie in memory in this order, the fastest last."""
     strides, step = [1] * len(sizes), 1
     for dimension in reversed(order[: len(sizes)]):
         strides[dimension] = step
@@ -100,10 +101,11 @@ def make(
     what: Any = None,
     values: torch.Tensor | None = None,
 ) -> Results:
-    """Codes and scales of x, which has memory and no derivative. Where the call has one scale, only codes say anything.
+    """Codes and scales of x, which has memory and no derivative. If the call has one scale, the returned scales mean
+    nothing.
 
-    given: the scale of the call, if the format needs one. out: what the results are written into. what: that of a call
-    which comes again without the operator; it is remembered if a kernel takes x as it lies. values: float32 or float64
+    given: the scale of the call, if the format needs one. out: the tensors to write. what: the options of a call that
+    comes again without the operator; the call is remembered if a kernel takes x as it lies. values: float32 or float64
     numbers of x's shape to take in place of x, in PyTorch.
     """
     as_made = form.by_kernels
@@ -141,7 +143,7 @@ def _run(
     round_first: bool,
     given: torch.Tensor | None,
 ) -> Run | None:
-    """What launches a kernel for rows: x, or a copy of it, with its dimensions in order; None if there is none."""
+    """The run of a kernel for rows: x, or a copy of it, with its dimensions in order; None if there is no kernel."""
     if not calls.takes_kernels(x):
         return None
     heads = given.numel() if form.by_head and given is not None else 1  # how many have a scale
@@ -156,9 +158,9 @@ def _run(
 def run_for(
     x: torch.Tensor, of: RotateArguments, form: Format, round_first: bool, heads: int, before: Prologue | None = None
 ) -> Run | None:
-    """What launches a kernel for tensors like x without gaps, in which so many heads have a scale; None if there is no
-    kernel. The launch takes the addresses of codes, of scales if there are some, and of what the prologue writes; then
-    that of the tensor_scale if the format needs one, and of what the prologue reads."""
+    """The run of a kernel for tensors like x without gaps, in which so many heads have a scale; None if there is no
+    kernel. The launch takes the addresses of the codes, of the scales if there are some, and of the operands that the
+    prologue writes; then those of the tensor_scale if the format needs one, and of the operands that it reads."""
     problem, columns = problem_for(x, of, form, round_first, before.name if before else ""), x.shape[-1]
     if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
         return None
@@ -209,7 +211,7 @@ def _in_pytorch(
 
 # ---- out= ------------------------------------------------------------------------------------------------------------
 def written_of(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]:
-    """What is written of a destination: without scales, where the call has one. Raises TypeError."""
+    """The tensors of a destination that are written: without scales, if the call has one scale. Raises TypeError."""
     written = destination[: 1 if form.group == TENSOR else 2]
     for name, each in zip(NAMES[: len(written)], written, strict=True):  # older Dynamos take False for True
         check_is_tensor(each, name)
@@ -217,7 +219,7 @@ def written_of(destination: Sequence[Any], form: Format) -> Sequence[torch.Tenso
 
 
 def check_outputs(written: Sequence[torch.Tensor], outputs: Sequence[Output], x: torch.Tensor) -> None:
-    """Raises `TensorError` for what is not like the result for x."""
+    """Raises `TensorError` for a tensor that is not like the result for x."""
     for name, each, (shape, strides, dtype) in zip(NAMES, written, outputs, strict=False):
         check_alike(x, each, name)
         if each.is_neg():
@@ -234,7 +236,7 @@ def check_outputs(written: Sequence[torch.Tensor], outputs: Sequence[Output], x:
 
 
 def _lies_like(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether it has these strides, as far as they say where an element lies."""
+    """Whether a tensor has these strides, where they decide the place of an element."""
     each = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return tensor.numel() == 0 or all(size == 1 or mine == wanted for size, mine, wanted in each)
 
@@ -246,9 +248,9 @@ def check_free(
     form: Format,
     operands: Sequence[tuple[str, torch.Tensor]],
 ) -> None:
-    """Raises `TensorError` for memory that PyTorch forbids to write, or that is that of another tensor of the call.
+    """Raises `TensorError` for memory that PyTorch forbids to write, or that another tensor of the call has too.
 
-    operands: those of the rotation, with their names in messages.
+    operands: the operands of the rotation, with their names in messages.
     """
     others = [("x", x), *([] if given is None else [("tensor_scale", given)]), *operands]
     for name, each in zip(NAMES, written, strict=False):
@@ -314,7 +316,7 @@ def no_scales(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_arguments(x: torch.Tensor, of: RotateArguments, given: torch.Tensor | None) -> None:
-    """Raises `TensorError` for arguments of different devices, of which kernels would read any memory."""
+    """Raises `TensorError` for arguments on different devices, because kernels would read other memory."""
     check(x, of)
     check_whole(of)
     if given is not None and given.device != x.device:

@@ -30,9 +30,9 @@ from hadagen.truth import quantizer
 class Quantized:
     """The result of `rotate_quantize`. `codes, scales = q` gives its two tensors.
 
-    codes: of x's shape. 4-bit codes are uint8 of half as many columns, with the even column in the low nibble. The
-        format "largest" has no codes: [..., 0].
-    scales: one for each group, in the layout of the format. Scales of rows are [...], for int8-row [..., 1]. For
+    codes: the codes, in x's shape. 4-bit codes are uint8 of half as many columns, with the even column in the low
+        nibble. The format "largest" has no codes: [..., 0].
+    scales: one scale for each group, in the layout of the format. Scales of rows are [...], for int8-row [..., 1]. For
         fp8-tensor and fp8-head, scales are the tensor_scale of the call. Row-major scales, and their codes, are dense,
         and their leading dimensions lie in memory in the same order as the dimensions of x, as with `torch.empty_like`.
         In the other layouts, and for fp8-head, codes are contiguous.

@@ -1,4 +1,4 @@
-"""What a rotation takes beside x: `RotateArguments`, their forms in memory, and the checks of them."""
+"""`RotateArguments`: the arguments of a rotation besides x; their forms in memory, and the checks of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PART = 16  # rows and columns of a part of a packed matrix
 
 
 class RotateArguments(NamedTuple):
-    """All but x, in the order in which the operator takes them. Tensors are on x's device.
+    """The arguments of a rotation besides x, in the order of the operator. Tensors are on x's device.
 
     Each block of n elements of the last dimension of x is multiplied by scale · M, or by scale · Mᵀ if `transposed`,
     with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out:
@@ -49,7 +49,7 @@ class RotateArguments(NamedTuple):
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that are there, with their names in messages."""
+        """The tensors that are not None, with their names in messages."""
         named = ("the matrix", self.matrices), ("the vector signs", self.signs), ("the vector signs_after", self[3])
         return [(f"{name} of the rotation", each) for name, each in named if each is not None]
 
@@ -119,8 +119,8 @@ def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> lis
 
 
 def addresses(of: RotateArguments) -> dict[str, int]:
-    """What a kernel takes for them, as `LaunchSpec.arguments` does. The tensors must stay where they are until it has
-    run."""
+    """The addresses of the operands, as `LaunchSpec.arguments` takes them. The tensors must stay where they are until
+    the kernel has run."""
     before, after = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
     matrix = None
     if of.matrices is not None:
@@ -173,8 +173,8 @@ def _places(device: torch.device) -> torch.Tensor:
 
 
 def combined(matrices: list[torch.Tensor], n: int) -> list[torch.Tensor]:
-    """Matrices whose product with the H that is left of n is the same, such that a kernel takes them if there is a way:
-    several matrices become one, with the part of H that `kernel_order` says."""
+    """Matrices with the same product with the rest of H, in the form of a kernel if possible: several matrices become
+    one, which includes the part of H that `kernel_order` says."""
     order = prod(map(len, matrices))
     rest, left = divmod(n, order)
     if not matrices or order > MAX_ORDER or any(each.dtype != torch.int8 for each in matrices):

@@ -65,7 +65,7 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None
 
 
 def _is_plain(of: RotateArguments) -> bool:
-    """Whether it is H alone."""
+    """Whether a rotation is H alone."""
     return of.matrices is None and of.signs is None and of.signs_after is None and not of.swapped
 
 
@@ -82,7 +82,8 @@ def _run(x: torch.Tensor, of: RotateArguments, problem: Problem, inplace: bool) 
 
 
 def _rotate(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None:
-    """In PyTorch, with kernels for H alone; into y, which is contiguous, and the same memory as x or none of it."""
+    """Rotate in PyTorch, with kernels for H alone, into y, which is contiguous, and the same memory as x or none of
+    it."""
 
     def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
         options = transform_operator.Options(scale, of.numerics, of.batch_invariant)
@@ -112,7 +113,7 @@ def rotate(
 ) -> torch.Tensor:
     """x · (A ⊗ H)ᵀ · scale, or its transpose, over the last dimension, in a new tensor.
 
-    x: [..., n]. matrix: the entries of A, of this order, row by row; None for H alone, and then order is 1.
+    x: [..., n]. matrix: the entries of A, [order, order], row by row; None for H alone, with order 1.
     """
     if matrix is not None:
         check_alike(x, matrix, "the matrix")

@@ -550,8 +550,8 @@ class Rotation(SealedModule):
         return [(f"{name} of the rotation", each) for name, each in self._present if sealed.is_readable(each)]
 
     def number_for(self, x: torch.Tensor) -> int | None:
-        """What stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x does not
-        fit, or the buffers have to be read first."""
+        """The number that stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x
+        does not fit, or the buffers have to be read first."""
         made = self._made
         if made is None or made.index != x.get_device() or (made.watched and not made.is_whole(self._buffers)):
             return None
@@ -565,7 +565,7 @@ class Rotation(SealedModule):
     def operands_for(
         self, x: torch.Tensor, scale: float, numerics: str = "accurate", batch_invariant: bool = BATCH_INVARIANT
     ) -> RotateArguments:
-        """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
+        """The arguments of an operator that rotates x and multiplies by a scale. Raises what a call with x raises."""
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
         options = self._options(x, False, scale, numerics, batch_invariant)

@@ -93,7 +93,7 @@ class SealedModule(torch.nn.Module):
     def _checked(self, name: str, device: torch.device) -> torch.Tensor | None:
         """Read a buffer and return it, or a new buffer in its place if it is empty; None if there is none.
 
-        device: of the new buffer if the old one cannot be read. Raises `TensorError` if the buffer was changed or
+        device: that of the new buffer if the old one cannot be read. Raises `TensorError` if the buffer was changed or
         belongs to another module, or if it is empty and its values are not known.
         """
         if self._sizes[name] is None:

@@ -22,7 +22,7 @@ from hadagen.runtime.operators import LinearOperator
 
 
 class Options(NamedTuple):
-    """What a call asks for, beside its tensors and where the result goes."""
+    """The options of a call: all but its tensors and its destination."""
 
     scale: float
     numerics: str
@@ -107,7 +107,7 @@ def row_pitch(x: torch.Tensor) -> int | None:
 
 
 def _remembered(x: torch.Tensor, launch: Launch | None, options: Options, inplace: bool) -> Run | None:
-    """What calls like this one do from now on; None if there is no launch for them."""
+    """The run of all later calls like this one; None if there is no launch for them."""
     if launch is None:
         return None
     return calls.remember(x, options, inplace, Run(x, launch, (calls.like(x),), HADAMARD, options))

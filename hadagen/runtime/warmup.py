@@ -47,14 +47,14 @@ def warmup(
     n: last dimensions of the later tensors, each at least 1.
     dtype: their types, such as torch.float16 or "float16".
     rows: their numbers of rows (the product of all dimensions but the last); by default any number.
-    inplace, numerics: as in the later calls; by default both. `out=` counts as not in place.
-    device: of the later tensors; by default the current CUDA device. Other kinds of devices have no kernels.
-    batch_invariant: as in the later calls; by default what HADAGEN_BATCH_INVARIANT says.
+    inplace, numerics: the arguments of the later calls; by default both values. `out=` counts as not in place.
+    device: the device of the later tensors; by default the current CUDA device. Other kinds of devices have no kernels.
+    batch_invariant: the argument of the later calls; by default what HADAGEN_BATCH_INVARIANT says.
 
     to: formats of later calls of `rotate_quantize`. n is then the rotation: a `Rotation`, or a power of two, 1 for no
         rotation. inplace is ignored.
     columns: the last dimensions of the later tensors; by default n, or the n of the `Rotation`.
-    group, rule, layout, round_first: as in the later calls.
+    group, rule, layout, round_first: the arguments of the later calls.
     before: the name of a prologue of later calls (`hadagen.problem.operands.PROLOGUES`). n is then the rotation, as for
         `to`.
 
@@ -126,7 +126,7 @@ def _rotating(
     batch_invariant: bool,
     before: str,
 ) -> list[tuple[Kind, int]]:
-    """What calls with a format or a prologue ask for with tensors like x, and the elements of a row."""
+    """The kinds of kernels of calls with a format or a prologue and tensors like x, each with the elements of a row."""
     whole, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant, before)
     if whole and kernels.timed_of(kind := Kind(device, whole, False, batch_invariant)):
         return [(kind, x.shape[-1])]

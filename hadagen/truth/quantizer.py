@@ -1,4 +1,4 @@
-"""The quantizer in plain PyTorch: codes and scales of float32 values, and back. It is what kernels are compared with.
+"""The quantizer in plain PyTorch: codes and scales of float32 values, and back. Kernels are compared with it.
 
 All arithmetic is in float32, operation by operation, and the same on every device. PyTorch divides by a number of
 Python on a CPU, but multiplies by its reciprocal on a GPU. So a divisor is always a tensor here, and where a definition
@@ -39,8 +39,8 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales.
 
-    x: float32 [rows, columns]. dtype: of the input, to which INT4 and the rule convrot round. given: the scale that the
-    format needs, float32 with one element; or those of heads, each of as many rows.
+    x: float32 [rows, columns]. dtype: the type of the input, to which INT4 and the rule convrot round. given: the scale
+    that the format needs, float32 with one element; or the scales of heads, which have the same number of rows.
 
     Returns codes, [rows, columns], or uint8 [rows, columns / 2] of 4-bit codes, the even one in the low nibble; and
     scales in their layout.
@@ -55,7 +55,7 @@ def quantize(
 
 
 def types(to: Format, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Of codes and of scales. dtype: of the input."""
+    """The types of codes and of scales. dtype: the type of the input."""
     of_codes, of_scales = to.kinds
     return KINDS[of_codes][0], dtype if of_scales == "input" else KINDS[of_scales][0]
 
@@ -63,8 +63,8 @@ def types(to: Format, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
 def empty(
     rows: int, columns: int, to: Format, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales as `quantize` returns them for x of [rows, columns], of any values but for the zeros that fill
-    up a layout. Where one scale is given for the tensor there are [rows, 1], which say nothing."""
+    """Codes and scales as `quantize` returns them for x of [rows, columns], with any values, but with the zeros that
+    fill up a layout. If one scale is given for the tensor, scales are [rows, 1] and mean nothing."""
     of_codes, of_scales = types(to, dtype)
     codes = torch.empty((rows, columns * to.element.bits // 8), dtype=of_codes, device=device)
     return codes, laid_out_empty(rows, to.scales_in_row(columns), to.layout, of_scales, device)
@@ -79,8 +79,8 @@ def dequantize(
 ) -> torch.Tensor:
     """The values that codes and scales stand for, float32 [rows, columns]. The format has codes.
 
-    The product of a code and a finite scale is at most the largest number of dtype, and of float32. The code of a value
-    near the largest may be rounded up, beyond it.
+    The product of a code and a finite scale is at most the largest number of dtype, and of float32. A value near that
+    number may be rounded up to a code whose product would exceed it; the product is then clamped.
     """
     most = min(torch.finfo(dtype).max, _FLOAT_MAX)
     codes, scales = as_bytes(codes), as_bytes(scales)
@@ -108,7 +108,7 @@ def is_clipped(
 ) -> torch.Tensor:
     """Where values are so far beyond the largest code that they would have got the next one if there were one.
 
-    values: float32 [rows, columns], of which codes and scales are.
+    values: float32 [rows, columns], from which the codes and scales were made.
     """
     largest, beyond = {
         Element.E4M3: (0x7E, 464 / 448),
@@ -131,8 +131,8 @@ def excess_error(
     """How much farther from exact values the codes and scales of a kernel are than those of `quantize`, in the norm of
     the values; NaN if they stand for what is not finite.
 
-    exact: float64 [rows, columns] that float32 holds nearly. dtype: of the input. Half of a percent of the error of
-    `quantize` is not counted, because values that are nearly in the middle between two codes may get either.
+    exact: float64 [rows, columns] that float32 holds nearly. dtype: the type of the input. Half of a percent of the
+    error of `quantize` is not counted, because values that are nearly in the middle between two codes may get either.
     """
     values = exact.float()
     best = quantize(values.to(dtype).float() if to.rounded else values, to, dtype, given)
@@ -161,7 +161,7 @@ def _in_groups(x: torch.Tensor, to: Format) -> torch.Tensor:
 
 # ---- elements --------------------------------------------------------------------------------------------------------
 def _encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The nearest codes, half to even, of values times what the scale says. x: the values before that."""
+    """The nearest codes, half to even, of values that are scaled already. x: the values before they were scaled."""
     if to.element is Element.E4M3:
         return encode_e4m3(scaled)
     if to.element is Element.NONE:
@@ -177,13 +177,13 @@ def _encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """float8_e4m3fn, half to even. What is beyond 448 becomes 448, and NaN 0x7f."""
+    """float8_e4m3fn, half to even. A value beyond 448 becomes 448, and NaN becomes 0x7f."""
     codes = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(x.isnan(), _E4M3_NAN, codes).view(torch.float8_e4m3fn)
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """E2M1 in the low bits of uint8, half to even, for numbers and infinities. What is beyond 6 becomes 6."""
+    """E2M1 in the low bits of uint8, half to even, for numbers and infinities. A value beyond 6 becomes 6."""
     size = x.abs()
     code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
     code += (size > 2.5).to(torch.uint8) + (size >= 3.5) + (size > 5.0)
@@ -243,7 +243,7 @@ def _over_given(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 
 
 def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows, 1], of one number for each head."""
+    """[rows, 1]: the number of each head, repeated for its rows."""
     of_heads = given.reshape(-1, 1)
     if of_heads.shape[0] == rows:  # len() would make the number of a trace constant
         return of_heads
@@ -261,7 +261,7 @@ def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, gi
 
 
 def _scales_of_heads(given: torch.Tensor, to: Format, rows: int) -> torch.Tensor:
-    """What the codes of each row are multiplied by, [rows, 1]."""
+    """The factor by which the codes of each row are multiplied, [rows, 1]."""
     return _of_rows(fa3_scales(given) if to.rule == "fa3" else given, rows)
 
 
@@ -418,7 +418,7 @@ def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = (
 
 
 def shape_of_scales(leading: Sequence[int], groups: int, layout: Layout) -> tuple[int, ...]:
-    """That of the scales of codes [..., columns] in a layout. leading: all sizes of the codes but the last."""
+    """The shape of the scales of codes [..., columns] in a layout. leading: all sizes of the codes but the last."""
     if layout is Layout.ROW_MAJOR:
         return *leading, groups
     if layout.in_columns:
@@ -428,7 +428,7 @@ def shape_of_scales(leading: Sequence[int], groups: int, layout: Layout) -> tupl
 
 
 def room(rows: int, groups: int, layout: Layout, size: int) -> int:
-    """How many elements the memory of scales has, with what fills it up. size: bytes of an element."""
+    """How many elements the memory of scales has, counting those that fill it up. size: bytes of an element."""
     return prod(layout.filled_up(rows, groups, size))
 
 
@@ -440,7 +440,7 @@ def arranged(memory: torch.Tensor, rows: int, groups: int, layout: Layout) -> to
 
 
 def laid_out_empty(rows: int, groups: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Scales as `laid_out` returns them, of any values but for the zeros that fill them up."""
+    """Scales as `laid_out` returns them, with any values, but with the zeros that fill them up."""
     size = room(rows, groups, layout, dtype.itemsize)
     make = torch.empty if size == rows * groups else torch.zeros
     return arranged(make(size, dtype=dtype, device=device), rows, groups, layout)

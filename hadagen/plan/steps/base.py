@@ -32,7 +32,7 @@ IN_16_BITS, AS_LOADED = "in 16 bits", "as loaded"
 # Kind of coordinate, such as "lane" → digit of it → the axis that lives there, as `Placement.digits_of` says.
 Coordinates = Mapping[str, Mapping[Axis, Axis]]
 
-# Bytes of one register, and of one 16-byte vector, of all threads of a warp.
+# Bytes that all threads of a warp have in one register each, and in one 16-byte vector each.
 WARP_BYTES, WARP_VECTOR_BYTES = 128, 512
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
@@ -68,7 +68,7 @@ BARRIERS = Region("barriers", 128)  # room for all mbarriers; keeps what follows
 
 
 class Step:
-    """What a step does to the bits of an index, to the form of values and to their error, and what it costs.
+    """A step of a plan: its effect on the bits of an index, on the form of values and on their error, and its cost.
 
     Each kind is a frozen dataclass. The defaults are those of a step that does arithmetic on every value in its place,
     in any form, and transforms no bit. Its block in a kernel is the macro of its name in `template`.
@@ -98,7 +98,7 @@ class Step:
 
     @property
     def over_blocks(self) -> bool:
-        """Whether it transforms the bits at cta too. Each block must then have loaded the shares of all blocks."""
+        """Whether the step transforms bits at cta too. Each block must then have loaded the shares of all blocks."""
         return False
 
     @property
@@ -116,11 +116,11 @@ class Step:
         """The part of the scale that it multiplies by; "" for none."""
         return ""
 
-    operands: tuple[Operand, ...] = ()  # that the kernel takes for its sake, of those that its problem has
+    operands: tuple[Operand, ...] = ()  # operands that the kernel takes for this step, if its problem has them
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
-        """The features that the arch must have (`hadagen.plan.arch.Feature`). dtype: of the input; carrier: the form of
-        the values before it."""
+        """The features that the arch must have (`hadagen.plan.arch.Feature`). dtype: the type of the input; carrier:
+        the form of the values before it."""
         return frozenset()
 
     def regions(self, plan: Draft) -> Iterator[Region]:
@@ -139,7 +139,7 @@ class Step:
 
     @property
     def changes_values(self) -> bool:
-        """Whether it does arithmetic. Steps that only move or convert values do not."""
+        """Whether the step does arithmetic. Steps that only move or convert values do not."""
         return bool(self.places or self.multiplies)
 
     def axes(self, before: Placement) -> tuple[Axis, ...]:
@@ -177,8 +177,8 @@ class Step:
         return left if self.multiplies else 1.0
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        """All that the last bits of its results depend on, as step `at` of the plan; () if it is exact. Plans whose
-        steps say the same give the same bits."""
+        """Everything that decides the last bits of this step's results when it is step `at` of the plan; () if the step
+        is exact. Plans whose steps return the same give the same bits."""
         if not (self.changes_values or self.leaves):
             return ()
         return self.name, *map(str, self.axes(plan.before(at))), *plan.carriers[at : at + 2]
@@ -188,7 +188,7 @@ class Step:
         return Cost(plan.words(carrier), waits={"arithmetic": 1})
 
     def sentence(self, bits: str) -> str:
-        """What it does, in words. bits: the numbers of the bits that it transforms, as text."""
+        """The step in words. bits: the numbers of the bits that it transforms, as text."""
         return self.says.format(bits=bits, **vars(self))
 
     def __str__(self) -> str:
@@ -217,7 +217,7 @@ def mixed_chunk_bits(steps: Iterable[Step]) -> int:
 
 
 class Loading(Protocol):
-    """What other steps ask of the step that loads a tile; see `hadagen.plan.steps.memory.Load`."""
+    """The step that loads a tile, as other steps see it; see `hadagen.plan.steps.memory.Load`."""
 
     path: str
     stages: int
@@ -234,7 +234,7 @@ class Loading(Protocol):
 
 
 class Exchanging(Protocol):
-    """What other steps ask of an exchange; see `hadagen.plan.steps.exchanges.Exchange`."""
+    """An exchange, as other steps see it; see `hadagen.plan.steps.exchanges.Exchange`."""
 
     carrier: str
     rounds: int
@@ -275,7 +275,7 @@ class Tile:
         return (THREAD_ELEMENTS << plan.chunk_bits) // plan.vector_elements
 
     def eights(self, plan: Draft) -> int:
-        """How many times eight values a thread has between steps; 0 if it has none."""
+        """The number of groups of eight values that a thread has between steps; 0 if it has none."""
         return 1 << plan.chunk_bits
 
     def staged_bytes(self, plan: Draft) -> int:
@@ -306,7 +306,7 @@ class Tile:
         return plan.placements[-1] != plan.loaded or plan.shares_loaded > 1
 
     def of_thread(self, plan: Draft) -> dict[str, str]:
-        """What a thread computes once, besides its lane: name → C expression."""
+        """The values that a thread computes once, besides its lane: name → C expression."""
         loaded, stored = plan.loaded, plan.placements[-1]
         load_lane, lanes = f"lane * {plan.vector_elements}", stored.digits_of("lane")
         store_lane = load_lane if lanes == loaded.digits_of("lane") else scatter("lane", lanes)
@@ -335,7 +335,8 @@ _ROWS = Tile()
 
 @dataclass(frozen=True)
 class Draft:
-    """The steps of a problem over 2^chunk_bits chunks a warp, `odd_factor` · 2^warp_bits warps and 2^cta_bits blocks.
+    """The steps of a problem, for a tile of 2^chunk_bits chunks in each warp, `odd_factor` · 2^warp_bits warps in each
+    block, and 2^cta_bits blocks.
 
     With a matrix, chunks are the columns that a warp adds and subtracts, and there are 2^warp_bits groups of warps.
 
@@ -385,7 +386,7 @@ class Draft:
 
     @property
     def eights(self) -> int:
-        """How many times eight values a thread has between steps."""
+        """The number of groups of eight values that a thread has between steps."""
         return self.tile.eights(self)
 
     def words(self, carrier: str) -> int:
@@ -441,7 +442,7 @@ class Draft:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """What the kernel takes."""
+        """The params of the kernel."""
         return params_for(self.problem, [operand for step in self.steps for operand in step.operands])
 
     @property
@@ -480,8 +481,8 @@ class Draft:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the last tile may be partly beyond the end of the array, because tiles hold several of what there are
-        whole ones of."""
+        """Whether the last tile may be partly beyond the end of the array: if a tile holds several `Problem.unit`s, and
+        an array any number."""
         return self.tile_elements > self.problem.unit
 
     @property
@@ -527,7 +528,7 @@ class Footprint:
         return max((offset + size for offset, size in self._regions.values()), default=0)
 
     def offset(self, name: str) -> int:
-        """Of the region of this name; of one that no step asks for, where it would begin."""
+        """The offset of the region of this name; if no step asks for it, the offset at which it would begin."""
         return self._regions[name][0]
 
     def size(self, name: str) -> int:

@@ -48,8 +48,8 @@ _MOST_HELD = 64
 class LoadColumns(Load):
     """Global memory → registers, for `Columns`, directly or through shared memory.
 
-    A warp loads blocks of 16 rows of X, and a thread eight columns of every 32 of two of these rows. If X has fewer
-    columns, a block holds the same rows of X of several rows of x.
+    A warp loads blocks of 16 rows of X. A thread loads two of these rows, eight columns of every 32. If X has fewer
+    columns, a block holds the same rows of X for several rows of x.
     """
 
     name = "LoadColumns"
@@ -64,8 +64,9 @@ class Columns(Step):
     """X · H, times the scale or the part of it that an mma takes, to shared memory, packed or split.
 
     An mma whose left operand is H transforms four bits, and a second one in the same accumulator a fifth. The next
-    bits, which number the vectors of a thread, are transformed by add and subtract. An mma leaves two neighboring rows
-    of X, of one column, in a thread. Rounded, these are a word of a right operand of `Matrix`.
+    bits, which number the vectors of a thread, are transformed by add and subtract. An mma leaves the
+    values of two neighboring rows of X in one column in a thread. Rounded, they are a word of a right operand of
+    `Matrix`.
     """
 
     name = "Columns"
@@ -168,7 +169,7 @@ class Multiplies(Store, Tile):
         return OPERAND_SIDE
 
     def sets(self, plan: Draft) -> int:
-        """What a group of warps multiplies by A one after the other."""
+        """The number of sets of columns that a group of warps multiplies by A, one after the other."""
         return self.rows // self.rows_at_once(plan)
 
     def operands_in_slab(self, plan: Draft) -> int:
@@ -289,7 +290,7 @@ class Matrix(Multiplies):
         return max(1, plan.problem.length >> COLUMN_BITS + plan.chunk_bits)
 
     def blocks(self, plan: Draft) -> int:
-        """Of a tile."""
+        """The number of blocks of a tile."""
         return self.rows // self.rows_at_once(plan) * self.operands_in_slab(plan) * self.groups(plan)
 
     def blocks_of_warp(self, plan: Draft) -> int:
@@ -297,7 +298,7 @@ class Matrix(Multiplies):
         return -(-self.blocks(plan) // plan.warps)
 
     def sets(self, plan: Draft) -> int:
-        """Of 32 columns and the groups beside them."""
+        """The number of sets. A set has 32 columns, and the same columns of the groups beside them."""
         return super().sets(plan) * self.vectors_in_row(plan)
 
     def sets_of_warp(self, plan: Draft) -> int:
@@ -308,7 +309,7 @@ class Matrix(Multiplies):
         return _SUMS * self.slabs * self.groups(plan) * self.sets_of_warp(plan)
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
-        """Those of the product. Rows that A lacks lie beyond the end of a row of x."""
+        """The coordinates of the product. Rows that A lacks lie beyond the end of a row of x."""
         problem = plan.problem
         rows = {
             kind: {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in digits.items()}
@@ -415,8 +416,8 @@ class Matrix(Multiplies):
 
 @dataclass(frozen=True)
 class Square(Multiplies):
-    """Rows of x, which `Load` has staged, times Aᵀ and the scale, where H is 1: by mma of 16 rows with 8 columns of Aᵀ.
-    The result goes through shared memory, is multiplied by the signs after the transform, and stored."""
+    """Where H is 1: multiplies the rows that `Load` staged by Aᵀ and the scale, in mma of 16 rows by 8 columns of Aᵀ.
+    The result goes through shared memory, is multiplied by the signs after the transform, and is stored."""
 
     name = "Square"
     labels = "rows slabs"
@@ -445,7 +446,7 @@ class Square(Multiplies):
         return _OPERAND_REGISTERS * self.slabs * (self.operands_in_slab(plan) + 2)
 
     def in_place(self, plan: Draft) -> bool:
-        """Whether the result replaces what is staged: if no other warp reads it."""
+        """Whether the result overwrites the staged rows, which it may if no other warp reads them."""
         return self.warps(plan) == 1
 
     def shared_bytes(self, plan: Draft) -> int:

@@ -112,12 +112,12 @@ class Mma(Step):
 
     @property
     def in_parts(self) -> bool:
-        """Whether it takes fp32."""
+        """Whether this mma takes fp32."""
         return self.operand in PARTS
 
     @property
     def cuts(self) -> bool:
-        """Whether it cuts values off to one tf32."""
+        """Whether this mma cuts values off to one tf32."""
         return self.operand == "tf32" and self.parts == 1
 
     @property
