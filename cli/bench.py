@@ -50,7 +50,7 @@ COLUMNS = (
     "kernel",
 )
 Row = dict[str, Any]  # by `COLUMNS`
-# In a table, what is not written as it is.
+# Format specifications of columns that a table does not write with `str`.
 FORMS = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "error": ".3e", "kernel": ".12"}
 
 

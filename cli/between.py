@@ -55,7 +55,7 @@ DEFAULT_SIZES = "64,256,1024,4096,16384,32768"
 MOST_TRIALS = 24
 
 Row = dict[str, Any]  # by `COLUMNS`
-# In a table, what is not written as it is.
+# Format specifications of columns that a table does not write with `str`.
 FORMS = {"us": ".3f", "best_us": ".3f", "loss": ".4f", "kernel": ".12", "best_kernel": ".12"}
 
 
@@ -158,7 +158,7 @@ def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: 
 
 
 def _rows(gpu: str, candidates: Candidates, ranking: Ranking) -> Iterator[Row]:
-    """One for each choice in which the kernel that calls run was not refused."""
+    """One row for each choice in which the kernel that calls run was not refused."""
     problem, variants = candidates.problem, sum(answer.outcome is Outcome.OK for answer in ranking.answers)
     for rows, choice, result in zip(candidates.rows, candidates.choices, ranking.results, strict=True):
         if result is not None:

@@ -73,8 +73,8 @@ def no_kernels(target: Device, problems: Sequence[Problem]) -> DeviceError:
 
 
 def how_to_tune(problem: Problem, arch: str) -> str:
-    """Advice if no bundle has kernels of a problem for an arch: to tune all problems if there is no bundle for it at
-    all, and else this one, or without its signs and swapped bits."""
+    """Advice if no bundle has kernels of a problem for an arch: to tune all problems if the arch has no bundle and the
+    problem no matrix, else to tune this problem without its signs and swapped bits."""
     how = how_to_get_kernels(arch)
     if nearest_arch(arch) and (problem.transform.has_matrix or _has_bundle(arch)):
         how += f" --problem {replace(problem, transform=replace(problem.transform, signed=False, swapped=False)).key}"

@@ -361,7 +361,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "nvcc": partial(_compiler, "nvcc"),
     "emulator": _emulator,
 }
-# Checks that come before it and have to be sound for a check to say something of its own part.
+# Check → the checks that must be sound before it, so that it says something about its own part.
 NEEDS = {"gpu state": ("gpu",), "nvrtc": ("cache",), "nvcc": ("cache",), "emulator": ("tune extra", "cache")}
 
 

@@ -146,7 +146,7 @@ PITCHED = "Rows of any number of elements up to n, any number of elements apart"
 
 
 def _check_key_is_alone() -> None:
-    """Raises `UsageError` if an option names a part of the problem beside `--problem`, which names the whole
+    """Raises `UsageError` if an option names a part of the problem besides `--problem`, which names the whole
     problem."""
     context = click.get_current_context()
     for option in context.command.params:
@@ -350,7 +350,7 @@ def _order_of(n: int, k: str) -> int:
     """The order of the matrix of `hadagen.Rotation`, or the given order; 1 without a matrix."""
     if k != AUTO:
         if not _is_whole(k):
-            raise UsageError(f"--k {shown(k)} is not an order; write such as 28, or {AUTO}")
+            raise UsageError(f"--k {shown(k)} is not an order; write a number like 28, or {AUTO}")
         return int(k)
     if not 2 <= n <= 1 << MAX_LOG2_N:
         return 1  # `Transform` says why not
@@ -451,7 +451,7 @@ def parse_elements(text: str) -> list[int]:
 
 
 def short_list(counts: Iterable[int]) -> str:
-    """Sizes of inputs as `parse_elements` takes them."""
+    """The text of input sizes, as `parse_elements` takes it."""
     return ",".join(map(short_count, counts))
 
 

@@ -153,7 +153,7 @@ def problem_cells(problem: Problem) -> tuple[int, str, str, str]:
 
 
 def operand_words(problem: Problem) -> list[str]:
-    """The words for a title that say what a transform has beside H, and its format: "K = 28", "signed", "to int8-row".
+    """The words for a title that say what a transform has besides H, and its format: "K = 28", "signed", "to int8-row".
     Two problems of equal n, types, numerics and rows have different words."""
     form, of = problem.io.form, problem.transform
     operands = [f"K = {of.order}"] * of.has_matrix + ["swapped"] * of.swapped + ["signed"] * of.signed

@@ -89,7 +89,7 @@ class State:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a trial was finished or a pair raced: until then only `now` tells anything."""
+        """Whether a trial was finished or a pair was raced; until then only `now` has a text to show."""
         return bool(self.outcomes or self.raced)
 
     @property

@@ -121,7 +121,7 @@ class There:
     failures: Failures
 
     def __post_init__(self) -> None:
-        self._classes = self.fleet.classes  # those that are there at the start
+        self._classes = self.fleet.classes  # the classes that the fleet has at the start
 
     @cached_property
     def targets(self) -> list[tuple[Arch, Environment | None]]:
@@ -187,12 +187,12 @@ def place(
         yield Here(target.narrowed(only), gpu, device or 0, find_toolchain(compiler), failures)
         return
     if device is not None:
-        raise UsageError("--device names a GPU of this machine, and --fleet others; leave one out")
+        raise UsageError("--device picks one GPU for a search without a fleet; leave out --device or --fleet")
     from hadagen.fleet.client import Fleet
 
     if arch is not None:
         check_arch(arch)
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what matters of it is said by `Fleet`
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # `Fleet` says what matters in its log
     with ExitStack() as until_the_end:
         address = fleet
         if fleet == LOCAL:

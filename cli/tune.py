@@ -353,8 +353,8 @@ def _print_best(best: Mapping[Problem, Scores]) -> None:
 
 
 def _mean(fractions: Mapping[int, float]) -> str:
-    """The cell of the fractions of copy of several n. A value of 0 was not timed; the cell then names the n that were
-    timed."""
+    """The table cell with the mean of fractions of copy, one for each n. A fraction of 0 was not timed; the cell then
+    names the n that were timed."""
     known = {n: fraction for n, fraction in fractions.items() if fraction}
     if not known:
         return "-"

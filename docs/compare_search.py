@@ -3,7 +3,7 @@
     python docs/compare_search.py                   # docs/data/recordings, all strategies, 20 seeds
     python docs/compare_search.py --seeds 3 --strategies bayes_opt,pso --out /tmp/search.json /tmp/recordings
 
-Needs Kernel Tuner (pip install kernel-tuner) beside hadagen with its extra `tune`, and no GPU. A strategy runs in
+Needs Kernel Tuner (pip install kernel-tuner) besides hadagen with its extra `tune`, and no GPU. A strategy runs in
 Kernel Tuner's simulation mode, on a recording as `hadagen dev replay --export` writes it. It searches the same
 variants, is told beforehand which are legal, makes as many distinct evaluations with the same seeds, and has its own
 defaults for all else. It minimizes one number, the geometric mean over the cells of time / copy. Its evaluations are
@@ -127,7 +127,7 @@ def _only_recorded(field: Field) -> Any:
 
 
 def compare(paths: Sequence[Path], strategies: Sequence[str], seeds: int, jobs: int) -> dict[str, Any]:
-    """What `search.json` holds: the curves of our searches and of the best strategies, and how the others end."""
+    """The content of `search.json`: the curves of our searches and of the best strategies, and how the others end."""
     fields = [_field(path) for path in paths]
     ours = run_searches(fields, range(seeds))
     theirs = dict(_curves(paths, strategies, seeds, jobs))

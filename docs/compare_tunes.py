@@ -1,4 +1,4 @@
-"""Times what two separate tunes of one GPU chose against each other, in turns.
+"""Times the winners of two separate tunes of one GPU against each other, in turns.
 
     hadagen tune --db a.db --bundle a-bundle.db --from-scratch --n 1024,4096 --trials 100
     hadagen tune --db b.db --bundle b-bundle.db --from-scratch --n 1024,4096 --trials 100 --seed 1
@@ -70,7 +70,7 @@ def compared(runner: DeviceRunner, a: Bundle, b: Bundle, gpu: str) -> list[dict[
 
 
 def _raced(runner: DeviceRunner, a: Bundle, b: Bundle, some: Sequence[Pair]) -> list[tuple[float, float]]:
-    """µs of two kernels in the cells of pairs that have these."""
+    """Microseconds of two kernels, in the cells of the pairs that have these kernels."""
     one, other = some[0]
     if one.kernel == other.kernel:
         return [(entry.us, entry.us) for entry, _ in some]

@@ -42,7 +42,7 @@ def is_fast(problem: Problem) -> bool:
 
 
 def differing(problem: Problem, device: str) -> tuple[int, int, int, int]:
-    """The number of codes, and of those that differ; the same of scales."""
+    """The number of codes and of differing codes, and the same two numbers for scales."""
     form = problem.io.form
     assert form is not None
     columns = max(problem.unit, problem.n)
@@ -57,7 +57,7 @@ def differing(problem: Problem, device: str) -> tuple[int, int, int, int]:
 
 
 def unequal(one: torch.Tensor, other: torch.Tensor, bits: int) -> tuple[int, int]:
-    """The number of values, and of those that differ. bits: of a value, if there are two in a byte."""
+    """The number of values, and of differing values. bits: the bits of a value, if a byte has two values."""
     assert one.shape == other.shape
     if bits == 4:
         one, other = (torch.stack((each & 15, each >> 4)) for each in (one, other))

@@ -100,7 +100,7 @@ def speed(times: Times) -> str:
 
 
 def markers(part: str) -> tuple[str, str]:
-    """What stands before and after a generated part in its document."""
+    """The markers before and after a generated part in its document."""
     return f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
 
 

@@ -1,4 +1,4 @@
-"""What fleets do in a simulation, and on the GPUs of one machine."""
+"""The numbers of fleets, in a simulation and on the GPUs of one machine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def speed() -> str:
 
 
 def search_in_parallel() -> str:
-    """What a search with many variants in progress reaches; "" without data."""
+    """The speed that a search with many variants in progress reaches; "" without data."""
     simulated = files.read_json(files.FLEET)
     if not simulated:
         return ""
@@ -64,7 +64,7 @@ def search_in_parallel() -> str:
 
 
 def kills() -> str:
-    """What was left of fleets that were broken at random moments; "" without data."""
+    """The databases of fleets that were broken at random moments; "" without data."""
     found = files.read_json(files.FLEET_KILLS)
     if not found:
         return ""

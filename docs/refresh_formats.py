@@ -23,7 +23,7 @@ REGIMES = (
 )
 
 
-# Kernels of which parts are left out.
+# Kernels without some of their parts.
 PARTS = (
     "whole",
     "without the largest magnitude",

@@ -1,4 +1,4 @@
-"""Tables of what quantization does to a model, with and without rotation."""
+"""Tables of the effect of quantization on a model, with and without rotation."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from refresh_times import read_rows
 from hadagen.plan.knobs import KNOBS
 from hadagen.problem.problem import Problem, Rows
 
-# The lengths of rows that share a line of the table of batch-invariant calls.
+# Row lengths that share a line in the table of batch-invariant calls.
 INVARIANT_ROWS = ((2, 128), (256, 1024), (2048, 4096), (8192, 32768), (65536, 131072))
 MOST_LOST = 0.03  # by leaving out a value of a knob
-# Of each idea: its knob, the value without it, the value with it.
+# For each idea: its knob, the value without the idea, the value with it.
 CHOICES = (
     ("cluster", 1, 8),
     ("far_bits", "registers", "lanes"),
@@ -38,7 +38,7 @@ CHOICES = (
 
 
 def between_table() -> str:
-    """What calls lose between the element counts that were tuned, in Markdown."""
+    """The loss of calls between the element counts that were tuned, in Markdown."""
     if not files.BETWEEN.exists():
         return files.NO_DATA
     rows = read_rows(files.BETWEEN)
@@ -53,7 +53,7 @@ def between_table() -> str:
 
 
 def lost_between_on_h200() -> str:
-    """What calls lose there on an H200, in a sentence."""
+    """The loss of calls between these counts on an H200, in a sentence."""
     return wrapped(f"{_lost_between(read_rows(files.BETWEEN_H200))}.") if files.BETWEEN_H200.exists() else files.NO_DATA
 
 
@@ -120,7 +120,7 @@ def choices_table() -> str:
 
 
 def pruned_table() -> str:
-    """What leaving out values of knobs costs the shipped winners that had them, in Markdown."""
+    """The cost of leaving out values of knobs, for the shipped winners that had them, in Markdown."""
     if not files.PRUNED.exists():
         return files.NO_DATA
     with files.PRUNED.open(newline="", encoding="utf-8") as file:

@@ -390,7 +390,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
 
 
 def promises_table(area: str) -> str:
-    """What is promised in an area, in Markdown."""
+    """The promises of an area, in Markdown."""
     rows = [
         (promise.text, "<br>".join(map(_link, promise.tests)), promise.figure() or "–") for promise in PROMISES[area]
     ]

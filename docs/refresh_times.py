@@ -81,8 +81,8 @@ def our_rows() -> list[dict[str, str]]:
 
 
 def shipped_rows(gpu: str, *, quantized: bool = False) -> list[dict[str, str]]:
-    """The rows of the winners of a GPU in the shipped bundle, as `hadagen bundle export` writes them: of those that
-    quantize, or of all others."""
+    """The rows of the winners of a GPU in the shipped bundle, as `hadagen bundle export` writes them: only the
+    winners that quantize, or only the others."""
     table = StringIO()
     winners = selection_of(Bundle.open(files.OURS))
     wanted = {
@@ -95,7 +95,7 @@ def shipped_rows(gpu: str, *, quantized: bool = False) -> list[dict[str, str]]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a table, by the names of its columns and of what the key of the problem says."""
+    """The rows of a table, by the names of its columns and of the parts of the problem's key."""
     with path.open(newline="", encoding="utf-8") as file:
         return [_told(row) for row in csv.DictReader(file)]
 
@@ -150,7 +150,7 @@ def library_of(row: Mapping[str, str]) -> str:
 
 
 def _traffic(row: Mapping[str, str]) -> tuple[object, ...]:
-    """What tells the copies beside the times apart: bytes and places. Of pitched rows a quarter is left out, if that is
-    an element."""
+    """The bytes and places that tell the copies in a table apart. Of pitched rows, a quarter is left out if that is at
+    least an element."""
     pitched = row["rows_lie"] == Rows.PITCHED and int(row["n"]) >= 4
     return pitched, int(row["elements"]) * DTYPE_BYTES[row["dtype"]], row["destination"], row["cache"]

@@ -238,7 +238,8 @@ class OneByOne(InTurn):
 
 
 def compare_searches() -> dict[str, Any]:
-    """What a search reaches with one variant in progress, and with `WORKERS` after `MORE` times its evaluations."""
+    """The speed that a search reaches with one variant in progress, and with `WORKERS` after `MORE` times as many
+    evaluations."""
     searched = fields()
     more = [replace(field, evaluations=round(MORE * field.budget)) for field in searched]
     return {

@@ -95,8 +95,8 @@ WRONG = {
     (*BEST, "14336", "--k", "1"): "n = 14336 is not supported; n must be a power of two, and from 2 to 131072",
     (*BEST, "14336", "--k", "12"): "n = 14336 is not supported; n must be 12 times a power of two",
     (*BEST, "14336", "--k", "0"): "order = 0 is not supported; the order of a matrix is from 1 to 428",
-    (*BEST, "14336", "--k", "-28"): "--k '-28' is not an order; write such as 28, or auto",
-    (*BEST, "14336", "--k", "many"): "--k 'many' is not an order; write such as 28, or auto",
+    (*BEST, "14336", "--k", "-28"): "--k '-28' is not an order; write a number like 28, or auto",
+    (*BEST, "14336", "--k", "many"): "--k 'many' is not an order; write a number like 28, or auto",
     (*BEST, "14336", "--pitched"): "n = 14336 takes a matrix of order 28, and there are no kernels for pitched rows",
     (*BEST, "0"): "n = 0 is not supported",
     (*BEST, "-2"): "n = -2 is not supported",
@@ -107,8 +107,8 @@ WRONG = {
     (*BEST, "256", "--dtype", "float8"): "dtype 'float8' is not supported; choose one of float16, bfloat16, float32",
     (*BEST, "256", "--numerics", "so-so"): "numerics 'so-so' is not supported; choose one of accurate, fast",
     (*BEST, "256", "--arch", "sm12"): "arch 'sm12' is not known and no bundle serves it; choose one of sm75, sm80, ",
-    (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is not one; write sm and the compute capability",
-    (*BEST, "256", "--device", "0"): "device '0' is no name of a GPU, which is wanted beside an arch; write such as",
+    (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is no valid name; write sm and the compute capability",
+    (*BEST, "256", "--device", "0"): "device '0' is no name of a GPU, which is wanted beside an arch; write a name",
     (*KEY, "n256-float32-fast"): "'n256-float32-fast' names no problem; write one such as n4096-float16-fast or",
     (*KEY, "n98-float16-fast"): "matrix = 'auto' has no matrices for 98 = 49 · 2^1 elements; pad it to 100",
     (*KEY, "n256-float16-fast", "--n", "256"): "--problem names all of a problem; leave it out, or --n",
@@ -298,15 +298,16 @@ def test_sizes(texts: list[str], sizes: list[int]) -> None:
 
 
 def test_sizes_with_a_matrix() -> None:
-    assert options.parse_sizes(["14336,96,64", "224-448"]) == [
-        Transform(n, order) for n, order in [(64, 1), (96, 12), (224, 28), (448, 28), (14336, 28)]
-    ]
-    assert options.parse_sizes(["14336", "28-112"], "28") == [Transform(n, 28) for n in (28, 56, 112, 14336)]
-    assert options.parse_sizes(["12-96"]) == [*(Transform(n, n) for n in (12, 24, 48)), Transform(96, 12)]
-    # A kernel takes some matrices with a part of H.
-    assert options.parse_sizes(["384-1536"]) == [Transform(384, 12), Transform(768, 24), Transform(1536, 48)]
-    assert options.parse_sizes(["384-1536"], "12") == [Transform(n, 12) for n in (384, 768, 1536)]
-    assert options.parse_sizes(["4096"], "4") == [Transform(4096, 4)]
+    for asked, orders in (
+        ((["14336,96,64", "224-448"],), {64: 1, 96: 12, 224: 28, 448: 28, 14336: 28}),
+        ((["14336", "28-112"], "28"), {28: 28, 56: 28, 112: 28, 14336: 28}),
+        ((["12-96"],), {12: 12, 24: 24, 48: 48, 96: 12}),
+        # A kernel takes some matrices with a part of H.
+        ((["384-1536"],), {384: 12, 768: 24, 1536: 48}),
+        ((["384-1536"], "12"), {384: 12, 768: 12, 1536: 12}),
+        ((["4096"], "4"), {4096: 4}),
+    ):
+        assert options.parse_sizes(*asked) == [Transform(n, order) for n, order in orders.items()]
     # A kernel with a matrix has an H of order 8 at least, or none.
     assert [options.parse_transform(n).order for n in (2, 4, 12, 24, 48, 96, 392, 1712)] == [
         1,

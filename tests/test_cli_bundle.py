@@ -288,7 +288,7 @@ def test_list_says_what_calls_leave_out(sample: Path, tmp_path: Path, monkeypatc
     monkeypatch.setenv("HADAGEN_TRUSTED_KEYS", str(public))
     (key,) = public_keys(str(public))
     said = sentence(run("bundle", "list"), 1)
-    assert said.startswith(f"{sample} is not signed, and HADAGEN_TRUSTED_KEYS asks for {key.fingerprint}; sign it")
+    assert said.startswith(f"{sample} is not signed, but HADAGEN_TRUSTED_KEYS accepts only {key.fingerprint}; sign it")
     monkeypatch.delenv(VARIABLE)
     assert succeed("bundle", "list") == "no bundle; make one with: hadagen tune\n"
     found = user_directory() / "sm90.db"

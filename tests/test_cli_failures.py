@@ -276,10 +276,13 @@ MISTYPED = (
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("postgresql://me:s3cret@host:port/x", "the URL of the database cannot be read; write such as postgresql://"),
-        ("postgresql://me:s3cret", "the URL of the database cannot be read; write such as postgresql://"),
-        ("://me:s3cret@host/x", "the URL of the database cannot be read; write such as postgresql://"),
-        *((url, "the database is neither a file nor a URL; write such as postgresql://") for url in MISTYPED),
+        (
+            "postgresql://me:s3cret@host:port/x",
+            "the URL of the database cannot be read; write a URL like postgresql://",
+        ),
+        ("postgresql://me:s3cret", "the URL of the database cannot be read; write a URL like postgresql://"),
+        ("://me:s3cret@host/x", "the URL of the database cannot be read; write a URL like postgresql://"),
+        *((url, "the database is neither a file nor a URL; write a URL like postgresql://") for url in MISTYPED),
         ("postgresql://me:s3cr@et@host/x", "the URL of the database has two @; write %40"),
         ("postgresql://me:s3c@ret/y@host/x", "the URL of the database has two @; write %40"),
         ("postgresql+psycopg2://me:s3cret@host/x", "psycopg2://me:***@host/x names another driver than psycopg; "),

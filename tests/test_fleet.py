@@ -72,7 +72,7 @@ def test_without_a_scheduler_or_a_gpu_there_is_a_sentence(
     assert f"there is no Dask scheduler at {cluster.address}" in run.stderr
     assert "start one with `dask scheduler`" in run.stderr
     run = CliRunner().invoke(main, ["tune", "--fleet", "local", "--device", "0", "--db", database, *TUNE])
-    assert "--device names a GPU of this machine, and --fleet others; leave one out" in run.stderr
+    assert "--device picks one GPU for a search without a fleet; leave out --device or --fleet" in run.stderr
 
 
 # ---- who can reach a fleet -------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_what_is_no_address_is_refused_without_showing_it(place: str) -> None:
     tuned = CliRunner().invoke(main, ["tune", "--fleet", place, "--n", "64"])
     assert tuned.exit_code == 2
     assert tuned.stderr.startswith(
-        "hadagen: --fleet names no address of a Dask scheduler; give such as tls://HOST:8786"
+        "hadagen: --fleet names no address of a Dask scheduler; give an address like tls://HOST:8786"
     )
     assert "s3cret" not in tuned.output
 

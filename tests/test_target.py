@@ -39,7 +39,7 @@ def test_a_bad_name_of_an_arch_is_refused_wherever_one_is_read(arch: str, tmp_pa
         lambda: write_bundle_of(arch, tmp_path / "x.db"),
     ]
     for read in readers:
-        with pytest.raises(UsageError, match=f"^arch {arch!r} is not one; write sm and the compute capability, for"):
+        with pytest.raises(UsageError, match=f"^arch {arch!r} is no valid name; write sm and the compute capability"):
             read()
 
 
@@ -59,7 +59,7 @@ def test_a_bundle_of_an_arch_that_is_none_breaks_no_call(
     assert len(caught) == 1
     assert best.knobs == {"chunks": 2, "grid": "tiles"}
     monkeypatch.setenv(bundles.VARIABLE, str(bad))
-    with pytest.raises(StorageError, match=f"arch {arch!r} is not one"):
+    with pytest.raises(StorageError, match=f"arch {arch!r} is no valid name"):
         hadagen.best_config(PROBLEM, 32, arch="sm90", inplace=True)
 
 

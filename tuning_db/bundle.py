@@ -47,15 +47,15 @@ from hadagen.tuning_db.signatures import Signature, Statement
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
-FORMAT = 8  # of the tables below; in the header too
-# That is read as well. Before 8, accurate kernels that quantize could round between steps; before 7, there are no
-# signatures; before 6, no problem names an arithmetic; before 5, every kernel has a cubin.
+FORMAT = 8  # the format of the tables below; the header names it too
+# The oldest format that is read. Before 8, accurate kernels that quantize could round between steps; before 7, there
+# are no signatures; before 6, no problem names an arithmetic; before 5, every kernel has a cubin.
 OLDEST_FORMAT = 4
 SIGNED, ACCURATE_CODES = 7, 8  # formats since which that is so
 
 # Every table with its columns; launch, knobs and errors are JSON objects. An environment is there without memory and
-# power limit, because calls choose by `gpu`, the class. The first three are read on opening, the
-# others problem by problem; `winners` is the SHA-256 of what these have of it.
+# power limit, because calls choose by `gpu`, the class. The first three are read on opening, the others problem by
+# problem; the column `winners` has the SHA-256 of the rows of a problem in the others.
 TABLES = {
     "meta": "key TEXT PRIMARY KEY, value TEXT",
     "problems": "id INTEGER PRIMARY KEY, key TEXT, arithmetic TEXT, winners TEXT",
@@ -77,14 +77,14 @@ OF_PROBLEM = {
     "entries": "trial IN (SELECT id FROM trials WHERE problem = ?)",
 }
 INDEXES = {"trials": "problem", "entries": "trial"}
-# Compressed, one row for each kernel with a cubin; apart from the tables above so that those are read without them. Of
-# a kernel without one there is only the recipe, which is the problem and the knobs of its trials.
-# Row `SHARED`, if it is there, has the dictionaries that the others are compressed with, which are much alike. What is
-# wrong with a dictionary shows in what is inflated with it.
+# The table of compressed cubins and PTX, with one row for each kernel that has a cubin. It is a table of its own, so
+# that the tables above are read without it. A kernel without a cubin is only a recipe: the problem and the knobs of its
+# trials. Row `SHARED`, if it is there, has the dictionaries that all other rows are compressed with. A damaged
+# dictionary shows when a row is inflated with it.
 SHARED = 0
-NO_BLOBS = "", ""  # what stands for their SHA-256 then
+NO_BLOBS = "", ""  # in place of the SHA-256 of cubin and PTX, for a kernel without a cubin
 BLOBS = "kernel INTEGER PRIMARY KEY REFERENCES kernels, cubin BLOB, ptx BLOB"
-# The content digest does not cover these: they are of it.
+# The content digest does not cover the signatures, because they sign it.
 SIGNATURES = "CREATE TABLE signatures (id INTEGER PRIMARY KEY, key TEXT, signature TEXT)"
 
 
@@ -93,7 +93,7 @@ def columns_of(table: str) -> list[str]:
     return [column.split()[0] for column in TABLES[table].split(", ")]
 
 
-# The file has these alone, in this order.
+# The file has these tables and indexes alone, in this order.
 UNSIGNED_SCHEMA = [
     *(f"CREATE TABLE {table} ({columns})" for table, columns in {**TABLES, "blobs": BLOBS}.items()),
     *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
@@ -123,7 +123,7 @@ Found = TypeVar("Found")
 class BundleEntry:
     """The winner of one cell: a problem on a GPU, in place or out of place, at a number of elements (rows · n).
 
-    `portable`: whether it is the second of its cell, for GPUs that do not hold the clusters of the first.
+    `portable`: whether it is the second winner of its cell, for GPUs that do not hold the clusters of the first.
 
     Times are microseconds for one launch, None where not measured. `cache` says which of them decided.
     `errors` is the relative error ‖out − ref‖ / ‖ref‖ against float64, by class of input; an estimate of a kernel that
@@ -182,12 +182,12 @@ class NoKernelError(StorageError):
     """A bundle has no kernel of a digest. Where its entries named it, the file was replaced since: choose again."""
 
 
-# Raises `StorageError` if the content of the file at a path must not be used, by what is stated and who signed it.
+# Raises `StorageError` if the file at a path must not be used, judged by its statement and its signatures.
 Accept = Callable[[Path, Statement, Sequence[Signature]], None]
 
 
 def accept_all(path: Path, statement: Statement, signatures: Sequence[Signature]) -> None:
-    """Whoever signed it, or nobody."""
+    """Accept a bundle whether or not anybody signed it."""
 
 
 class Bundle:
@@ -220,27 +220,27 @@ class Bundle:
 
     @property
     def date(self) -> str:
-        """That of the newest trial."""
+        """The date of the newest trial."""
         return self._now.meta["date"]
 
     @property
     def version(self) -> str:
-        """That of the hadagen that wrote it."""
+        """The version of hadagen that wrote the bundle."""
         return self._now.meta["hadagen"]
 
     @property
     def state(self) -> FileState:
-        """That of the file when it was read."""
+        """The identity of the file when it was read."""
         return self._now.opened.state
 
     @property
     def statement(self) -> Statement:
-        """What a signature of the bundle is of."""
+        """The statement that a signature of the bundle signs."""
         return self._now.statement
 
     @property
     def signatures(self) -> Sequence[Signature]:
-        """Those in the file, right or wrong (`Signature.is_of`)."""
+        """The signatures in the file, valid or not (`Signature.is_of`)."""
         return self._now.signatures
 
     def problems(self) -> list[Problem]:
@@ -252,7 +252,7 @@ class Bundle:
         return sorted({environment.gpu for environment in self._now.environments.values()})
 
     def entries(self, problem: Problem) -> list[BundleEntry]:
-        """The winners of a problem, by GPU, destination and elements; none where it was not tuned.
+        """The winners of a problem, by GPU, destination and elements; [] if it was not tuned.
 
         Raises `StorageError` where they are damaged.
         """
@@ -261,7 +261,7 @@ class Bundle:
         return list(self._now.entries.get(problem, ()))
 
     def arithmetic(self, problem: Problem) -> str:
-        """That of the winners which batch-invariant calls run (`LaunchSpec.arithmetic`); "" if there are none."""
+        """`LaunchSpec.arithmetic` of the winners that batch-invariant calls run; "" if there are none."""
         return self._now.arithmetic.get(problem, "")
 
     def all_entries(self) -> Iterator[BundleEntry]:
@@ -330,7 +330,7 @@ class _Opened(NamedTuple):
 
 
 class _Content:
-    """What was read of one state of a file, and checked."""
+    """The content of one state of a file, as far as it was read and checked."""
 
     def __init__(self, connection: sqlite3.Connection, opened: _Opened) -> None:
         self.opened = opened
@@ -346,7 +346,7 @@ class _Content:
         self.signatures = _signatures(connection) if opened.format >= SIGNED else ()
         self.environments = {number: _environment(row) for number, row in _by_id(tables, "environments").items()}
         self.numbers: dict[Problem, int] = {}
-        self._named: dict[Problem, Problem] = {}  # as what the file names each of them
+        self._named: dict[Problem, Problem] = {}  # problem → the problem as the file names it
         self._sums: dict[int, str] = {}
         self.arithmetic: dict[Problem, str] = {}
         for number, key, *former, winners in tables["problems"]:
@@ -445,7 +445,7 @@ class _Content:
     def _trial(
         self, problem: Problem, row: Mapping[str, Any], kernels: dict[int, Kernel], without_code: bool
     ) -> dict[str, Any]:
-        """What the entries of a trial have in common. Kernels without code get the names of today."""
+        """The fields that all entries of a trial share. Kernels without code get the digests of this version."""
         kernel = kernels[row["kernel"]]
         # Calls have no other arguments to give.
         if kernel.launch.params != params_for(problem) or kernel.launch.tile_elements % problem.n:
@@ -484,7 +484,7 @@ def _environment(row: Mapping[str, Any]) -> Environment:
 
 
 def _kernel(arch: str, row: Mapping[str, Any]) -> Kernel:
-    """Without its blobs."""
+    """The kernel of a row, without its blobs."""
     launch = LaunchSpec.from_dict(_object(row["launch"]))
     used = _count(row["registers"]), _count(row["spill_bytes"])
     return Kernel(_text(row["digest"]), _text(row["entry"]), arch, "", b"", b"", launch, *used, _text(row["nvcc"]))
@@ -519,7 +519,7 @@ def _count(value: object) -> int:
 def _object(text: object) -> dict[str, Any]:
     values = json.loads(_text(text))
     if not isinstance(values, dict) or len(values) > MOST_NAMES:
-        raise ValueError(f"{text!r:.40} is no JSON object, or too large a one")
+        raise ValueError(f"{text!r:.40} is no JSON object, or is too large")
     for each in (*values, *values.values()):
         if isinstance(each, str):
             _text(each)
@@ -562,7 +562,7 @@ def winners_of(connection: sqlite3.Connection, problem: int) -> Tables:
 
 
 def content_digest(tables: Tables) -> str:
-    """SHA-256 of the rows of `OPENED` but the one of `meta` that holds it."""
+    """SHA-256 of the rows of `OPENED`, without the row of `meta` that holds this digest."""
     return rows_digest(tables | {"meta": [row for row in tables["meta"] if row[0] != "digest"]})
 
 
@@ -596,8 +596,8 @@ def _allow_steps(connection: sqlite3.Connection) -> None:
 
 
 def _read(path: Path, read: Callable[[sqlite3.Connection, _Opened], Found]) -> Found:
-    """What `read` makes of the file, known to be a bundle of our format, and its state. Whatever it then fails to read
-    or understand means damage."""
+    """The result of `read` for a file, once its header is that of a bundle of our format. If `read` then fails to read
+    or to understand anything, the file is damaged."""
     for seconds in (0.01, 0.1):
         before = file_state(path)
         try:

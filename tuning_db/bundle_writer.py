@@ -69,7 +69,7 @@ def write_bundle(
 
     `kernel_of`: returns the kernel of a digest with its cubin and PTX (`Store.kernel`), or without both if it is to be
     compiled where it is called; called once for each digest.
-    `arithmetic`: of the winners that batch-invariant calls run, by problem (`winners.invariant_arithmetic`).
+    `arithmetic`: problem → arithmetic of the winners that batch-invariant calls run (`winners.invariant_arithmetic`).
     The same selection gives the same digest. An old bundle is replaced only when the new one is complete and was read.
 
     Raises `UsageError` for a bad arch or a selection of another arch. Raises `StorageError` if the selection is empty
@@ -173,7 +173,7 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
 
 
 def _dictionary(texts: Sequence[bytes]) -> bytes:
-    """What many have in common, for zlib: the beginnings of some. Empty for few, which it would not make smaller."""
+    """A dictionary for zlib: the beginnings of some texts. Empty for few texts, which it would not make smaller."""
     some = texts[:: len(texts) // _IN_DICTIONARY] if len(texts) >= _MANY else ()
     return b"".join(text[: _LOOKS_BACK // _IN_DICTIONARY] for text in some[:_IN_DICTIONARY])
 

@@ -57,7 +57,7 @@ class Claims:
             self._store.write(lambda session: session.execute(mine), patient=False)
 
     def take(self, wanted: Sequence[Work]) -> list[bool]:
-        """Claim work. Returns for each whether it is ours now: not if another run has a claim or a trial of it."""
+        """Claim work. Returns for each piece whether it is ours now; not if another run has a claim or trial of it."""
         with self._lock:
             finished = set(self._finished)
         added: set[tuple[int, str]] = set()  # by an attempt, which may be there although it failed
@@ -91,7 +91,7 @@ class Claims:
         return answers
 
     def finish(self, problem: Problem, work: str) -> None:
-        """Note that claimed work is recorded. The next `take` removes its claim."""
+        """Remember that claimed work is recorded. The next `take` removes its claim."""
         with self._lock:
             self._finished.add((problem, work))
 
@@ -122,7 +122,7 @@ class Claims:
 
     @property
     def _claims(self) -> Select[ClaimRow, ProblemRow]:
-        """Selects all claims here, of any run, with their problems."""
+        """Selects the claims of all runs for this arch and GPU, with their problems."""
         return select(ClaimRow, ProblemRow).filter_by(**self._here).join(ProblemRow)
 
     def _tried(self, session: Session, problems: Iterable[int]) -> set[tuple[int, str]]:

@@ -50,7 +50,7 @@ logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())
 # Message of SQLite → our sentence. Its messages are part of its interface; Python 3.10 does not give error codes.
 _DAMAGED = "{place} is damaged; restore it from a copy, or name another file to start a new database"
 _URL = "postgresql://USER:PASSWORD@HOST/DATABASE"
-# What begins like a URL, or has a password as a URL has, but is none. A file of such a name has "./" before it.
+# Text that begins like a URL, or has a password as a URL has, but is no URL. To name such a file, write "./" before it.
 _ALMOST_A_URL = re.compile(
     r"(?i)\s*[a-z][a-z0-9+.-]*\s*:/|\s*(postgres(ql)?|psql|pgsql|sqlite|mysql|mariadb)(\+\w*)?\s*(:|;|//)"
     r"|(?![./~]|\w+/)[^@]*:[^@]*@|//[^@]*@|(.*\s)?password\s*="
@@ -349,14 +349,14 @@ def _url(where: str | os.PathLike[str]) -> URL:
         )
     if "://" not in text_form:
         if isinstance(where, str) and _ALMOST_A_URL.match(text_form):  # not shown, as it may have a password
-            raise UsageError(f"the database is neither a file nor a URL; write such as {_URL}, or ./NAME for a file")
+            raise UsageError(f"the database is neither a file nor a URL; write a URL like {_URL}, or ./NAME for a file")
         return URL.create("sqlite", database=os.path.abspath(text_form))
     try:
         url = make_url(text_form)
         backend = url.get_backend_name()
     except (SQLAlchemyError, ValueError):
         # Any part of it may be a password, so it is not shown, nor is the error that quotes it.
-        raise UsageError(f"the URL of the database cannot be read; write such as {_URL}, or name a file") from None
+        raise UsageError(f"the URL of the database cannot be read; write a URL like {_URL}, or name a file") from None
     if backend in ("postgresql", "postgres"):
         return postgresql.checked(url)
     if backend != "sqlite":

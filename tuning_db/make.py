@@ -36,7 +36,8 @@ def check_keeps_winners(path: Path, store: Store, arch: str, known: Iterable[tup
     Winners of a problem on a GPU would be lost if the database has no ok trial of that problem on that GPU. Winners
     whose kernels the database itself refuses may go.
 
-    known: problems and GPUs of which it has such trials, or will have before the bundle is replaced.
+    known: pairs of a problem and a GPU for which the database has such trials, or will have them before the bundle is
+        replaced.
     """
     lost = measured_in(path)
     for place in known:

@@ -44,7 +44,7 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     """Write one bundle with the winners of several of one arch, such as of an H100 and an H200, and return them.
 
     If two bundles have a winner for the same cell, the better winner is taken, as a search would do. A winner between
-    buckets was found beside the winners of the buckets around it, and is taken only together with these. A winner that
+    buckets was found together with the winners of the buckets around it, and is taken only with them. A winner that
     misses its problem's error bound, which may have been wider when it was found, is left out. Batch-invariant calls
     keep the arithmetic of the first bundle that names one for a problem, if winners in both destinations still have it.
 
@@ -97,7 +97,7 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
 
 
 def arithmetic_of(bundle: Bundle) -> dict[Problem, str]:
-    """What `write_bundle` takes beside the winners of a bundle."""
+    """Problem → arithmetic, as `write_bundle` takes it besides the winners of a bundle."""
     return {problem: bundle.arithmetic(problem) for problem in bundle.problems()}
 
 

@@ -34,7 +34,7 @@ _CONNECTION = {
 
 _PLACES = "host", "hostaddr", "port", "service", "dbname", "user"  # options of a URL
 
-# What a role needs to record trials, beside reading them.
+# Whether a role lacks a right that recording trials needs, besides reading them.
 IS_READ_ONLY = """
     SELECT current_setting('transaction_read_only') = 'on' OR NOT bool_and(has_table_privilege(name, does))
     FROM unnest(CAST(:tables AS text[])) AS name, unnest(ARRAY['INSERT', 'UPDATE', 'DELETE']) AS does
@@ -84,7 +84,7 @@ def checked(url: URL) -> URL:
 
 
 def place_of(url: URL) -> str:
-    """The URL for messages, without secrets: of its options, those that say where the server is."""
+    """The URL for messages, without secrets; of its options, only those that say where the server is are kept."""
     others = [name for name in url.query if name not in _PLACES]
     return url.difference_update_query(others).render_as_string(hide_password=True)
 
@@ -136,7 +136,7 @@ def _code(error: DBAPIError) -> str | None:
 
 
 def _reason(error: DBAPIError) -> str:
-    """What the server said, or libpq: in one line, without statement and address."""
+    """The message of the server or of libpq in one line, without statement and address."""
     said = getattr(getattr(error.orig, "diag", None), "message_primary", None) or str(error.orig)
     last = str(said).strip().split("\n")[0].rpartition(" failed: ")[2] or str(said)
     return " ".join(last.removeprefix("FATAL:").split())

@@ -44,7 +44,7 @@ class Compressed(TypeDecorator[bytes]):
 
 
 class Escaped(TypeDecorator[str]):
-    """Text in PostgreSQL, which has no NUL: compilers print such. An escape character stands before what means one."""
+    """Text that may have NUL, which compilers print and PostgreSQL cannot store: NUL becomes an escape sequence."""
 
     impl = String
     cache_ok = True
@@ -162,8 +162,8 @@ class TrialRow(Base):
 
 
 class ClaimRow(Base):
-    """What a run has under way; see `hadagen.tuning_db.claims`. `work` is the `knobs_key` of a trial to come, or says
-    what else is done of the problem; `expires` is a time as `time.time` gives it."""
+    """Work that a run has in progress; see `hadagen.tuning_db.claims`. `work` is the `knobs_key` of a trial to come, or
+    the name of other work on the problem; `expires` is a time as `time.time` gives it."""
 
     __tablename__ = f"{PREFIX}claims"
     __table_args__ = (UniqueConstraint("problem_id", "arch", "gpu", "work"),)

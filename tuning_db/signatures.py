@@ -32,7 +32,7 @@ _MAKE = "make one with: openssl genpkey -algorithm ed25519 -out KEY"
 
 @dataclass(frozen=True)
 class Statement:
-    """What a signature is of: the format of a bundle, its arch, and its content digest."""
+    """The statement that a signature signs: the format of a bundle, its arch, and its content digest."""
 
     format: int
     arch: str
@@ -63,9 +63,9 @@ class PublicKey:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a bundle says is a signature of it: the public key and the signature, in hexadecimal digits.
+    """A signature as a bundle has it, unchecked: the public key and the signature, in hexadecimal digits.
 
-    Raises `ValueError` if they have other digits, or another number of them.
+    Raises `ValueError` if a field has other characters, or another length.
     """
 
     key: str
@@ -81,7 +81,8 @@ class Signature:
         return PublicKey(bytes.fromhex(self.key))
 
     def is_of(self, statement: Statement) -> bool:
-        """Whether the key that it names made it, of this statement. Raises `StorageError` without cryptography."""
+        """Whether this is a valid signature of `statement` by the key that it names. Raises `StorageError` without
+        cryptography."""
         ed25519 = _ed25519()
         from cryptography.exceptions import InvalidSignature
 

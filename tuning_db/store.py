@@ -63,7 +63,7 @@ class Store(Database, AbstractContextManager["Store"]):
     """A tuning database. Several threads and processes may use it at once.
 
     Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
-    again what it does, see `hadagen.tuning_db.database`.
+    repeats its work, see `hadagen.tuning_db.database`.
     """
 
     @classmethod
@@ -244,7 +244,7 @@ def _ids(session: Session, places: Collection[_Place]) -> dict[_Place, int]:
 
 
 def _trial_columns(trial: Trial, kernels: Mapping[str, tuple[int, Kernel]]) -> dict[str, object]:
-    """Those that do not identify it. kernels: digest → row number, and the kernel as it is stored."""
+    """The columns of a trial that do not identify it. kernels: digest → row number, and the kernel as it is stored."""
     kernel_id, kernel = kernels[trial.kernel.digest] if trial.kernel else (None, None)
     return {
         "knobs": trial.knobs,
@@ -268,8 +268,8 @@ def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Ro
 
 
 def _kernels(session: Session, kernels: Iterable[Kernel]) -> dict[str, tuple[int, Kernel]]:
-    """Digest → row number, and the kernel as it is stored, without its blobs. Those that are missing are added. One
-    that an earlier hadagen wrote learns its arithmetic."""
+    """Digest → row number, and the kernel as it is stored, without its blobs. Missing kernels are added. A kernel that
+    an earlier hadagen wrote gets its arithmetic."""
     wanted = {kernel.digest: kernel for kernel in kernels}
     found = {}
     for row in session.scalars(
@@ -418,7 +418,7 @@ def _seal_rows(session: Session) -> None:
 
 
 def _former_digests(kernel: Kernel) -> set[str]:
-    """What the kernel was called by versions to which a launch was nothing, or nothing of when it starts."""
+    """The digests that earlier versions gave the kernel: of its cubin without the launch, or without `starts_early`."""
     launch = kernel.launch.digested()
     early = launch.pop("starts_early")
     said = [b""] if early else [b"", json.dumps(launch, sort_keys=True).encode()]
@@ -431,7 +431,8 @@ def _seal_of_kernel(kernel: Kernel) -> str:
 
 
 def _seal_of_trial(trial: Trial) -> str:
-    """Of all its fields in order, without the blobs of its kernel. A database gives times and errors back as floats."""
+    """The seal of a trial: all its fields in order, without the blobs of its kernel. A database gives times and errors
+    back as floats."""
     plain = {
         "problem": trial.problem.key,
         "kernel": trial.kernel and _plain(trial.kernel),
@@ -444,7 +445,7 @@ def _seal_of_trial(trial: Trial) -> str:
 
 
 def _plain(kernel: Kernel) -> dict[str, Any]:
-    """What a kernel says, without its blobs and its arithmetic, which may be added later."""
+    """The fields of a kernel, without its blobs and its arithmetic, which may be added later."""
     launch = kernel.launch.to_dict()
     del launch["arithmetic"]
     return vars(kernel) | {"launch": launch, "cubin": 0, "ptx": 0, "source": 0}
@@ -455,7 +456,7 @@ def _sha256(values: list[Any]) -> str:
 
 
 def _values(kind: type, row: Base | None) -> dict[str, Any]:
-    """What a row says of the fields of a dataclass."""
+    """The values that a row has for the fields of a dataclass."""
     _check(row)
     return {field.name: getattr(row, field.name) for field in fields(kind)}
 
@@ -476,5 +477,5 @@ def _check(row: Base | None) -> None:
 
 
 def _damaged(model: type[Base], column: str, value: object) -> ValueError:
-    """What `Database` says in a sentence."""
+    """The error for a value that does not fit its column; `Database` makes a sentence of it."""
     return ValueError(f"{model.__tablename__}.{column} is {shown(value)}")

@@ -64,7 +64,7 @@ class WinnerCell:
 
     @property
     def line(self) -> WinnerCell:
-        """The same cell without its number of elements: what all cells share among which only that number decides."""
+        """The same cell without its number of elements. Cells with the same line differ in that number alone."""
         return replace(self, elements=0)
 
 
@@ -138,11 +138,12 @@ def invariant_arithmetic(
     winners: Mapping[WinnerCell, Trial], rankings: Mapping[WinnerCell, Sequence[RankedTrial]]
 ) -> dict[Problem, str]:
     """For each problem of contiguous rows, the arithmetic of the kernels that batch-invariant calls run, so that a row
-    has the same bits in every call: of those that portable winners have in both destinations, the one that loses least.
+    has the same bits in every call. Of the arithmetics that portable winners have in both destinations, the one that
+    loses least is chosen.
 
-    winners: of the trials on one arch that `rankings` has, from `ranked_by_cell`. A call runs the nearest winner of
-    that arithmetic, by element count. Its loss is what it scores worse than the best trial of a bucket, in the
-    geometric mean over all buckets and GPUs.
+    winners: those of the trials in `rankings`, which are of one arch and come from `ranked_by_cell`. A call runs the
+        winner of that arithmetic with the nearest element count. The loss of an arithmetic says how much worse than the
+        best trial of a bucket these winners score, in the geometric mean over all buckets and GPUs.
     """
     named: dict[Problem, dict[str, _Lines]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for cell, trial in winners.items():
@@ -182,7 +183,7 @@ def lacking_between(
 ) -> dict[WinnerCell, Trial]:
     """The winners that calls lack between the buckets, by cell.
 
-    winners: those of the buckets.
+    winners: the winners of the buckets.
     rankings: ranked trials by cell, best first.
 
     Consider the calls that are nearest to a cell between buckets. If a kernel that they run was timed in the cell, and

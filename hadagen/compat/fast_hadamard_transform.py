@@ -33,7 +33,7 @@ __all__ = [
     "hadamard_transform_ref",
 ]
 
-# The least and the greatest power of two beside K for which the originals have a kernel.
+# The smallest and the largest n / K, a power of two, for which the originals have a kernel.
 _LEAST, _MOST = 4, 1024
 
 
@@ -76,8 +76,8 @@ def hadamard_transform_12N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *
 
     x: [..., m] with m ≤ 12 · 1024. Each row is zero-padded to 12 · 4, 12 · 8, …, and the first m results are returned.
         So rows of 12 and 12 · 2 lose a part of their transform, as in the original.
-    scale: as for `hadamard_transform`.
-    exact: take rows of 12 times a power of two, of any length, and do not pad.
+    scale: as in `hadamard_transform`.
+    exact: take rows of any length that is 12 times a power of two, and do not pad.
 
     Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
     """
@@ -89,8 +89,8 @@ def hadamard_transform_20N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *
 
     x: [..., m] with m ≤ 20 · 1024. Each row is zero-padded to 20 · 4, 20 · 8, …, and the first m results are returned.
         So rows of 20 and 20 · 2 lose a part of their transform, as in the original.
-    scale: as for `hadamard_transform`.
-    exact: take rows of 20 times a power of two, of any length, and do not pad.
+    scale: as in `hadamard_transform`.
+    exact: take rows of any length that is 20 times a power of two, and do not pad.
 
     Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
     """
@@ -102,8 +102,8 @@ def hadamard_transform_28N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *
 
     x: [..., m] with m ≤ 28 · 1024. Each row is zero-padded to 28 · 4, 28 · 8, …, and the first m results are returned.
         So rows of 28 and 28 · 2 lose a part of their transform, as in the original.
-    scale: as for `hadamard_transform`.
-    exact: take rows of 28 times a power of two, of any length, and do not pad.
+    scale: as in `hadamard_transform`.
+    exact: take rows of any length that is 28 times a power of two, and do not pad.
 
     Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
     """
@@ -115,8 +115,8 @@ def hadamard_transform_40N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *
 
     x: [..., m] with m ≤ 40 · 1024. Each row is zero-padded to 40 · 4, 40 · 8, …, and the first m results are returned.
         So rows of 40 and 40 · 2 lose a part of their transform, as in the original.
-    scale: as for `hadamard_transform`.
-    exact: take rows of 40 times a power of two, of any length, and do not pad.
+    scale: as in `hadamard_transform`.
+    exact: take rows of any length that is 40 times a power of two, and do not pad.
 
     Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
     """

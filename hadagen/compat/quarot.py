@@ -195,7 +195,8 @@ def _as_float(order: int) -> torch.Tensor:
 
 
 def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tensor) -> None:
-    """Raises TypeError and `TensorError` unless it is dense, real, of this order, and can go to the device of other."""
+    """Raises TypeError and `TensorError` unless the matrix is dense, real and [order, order], and can go
+    to the device of other."""
     check_is_tensor(matrix, name)
     dense = not matrix.is_nested and matrix.layout is torch.strided and (other.is_meta or not matrix.is_meta)
     if not dense or matrix.is_complex() or matrix.dtype == torch.bool or matrix.is_quantized:
@@ -208,8 +209,8 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
 
 
 def _operand(matrix: torch.Tensor, order: int, n: int) -> tuple[torch.Tensor, int]:
-    """The matrix as `rotate` takes it, and its order then: as kernels do where its entries are seen to be −1, 0 and 1.
-    To look at a matrix on a GPU would wait for that."""
+    """The matrix as `rotate` takes it, and its order then. On the CPU, a matrix of −1, 0 and 1 is packed for kernels.
+    The entries of a matrix on a GPU are not read, because reading would wait for the GPU."""
     matrix = matrix.detach()
     if matrix.device.type == "cpu" and has_only_memory(matrix):
         wide = matrix.double()

@@ -20,19 +20,18 @@ from hadagen.compat.fast_hadamard_transform import (
     hadamard_transform_40N,
 )
 from hadagen.errors import TensorError
-from hadagen.runtime.calls import has_only_memory
+from hadagen.runtime.calls import check_apart, has_only_memory
 from hadagen.runtime.checks import (
     check_alike,
     check_is_tensor,
     check_like,
+    check_same_device,
     check_tensor,
     check_writable,
-    how_to_join,
     kind_of,
     stands_for_a_tensor,
 )
 from hadagen.runtime.operators import check_autograd_follows
-from hadagen.runtime.transform_operator import check_apart
 
 __all__ = [
     "hadamard_transform",
@@ -58,8 +57,8 @@ def hadamard_transform_with_signs(
 ) -> torch.Tensor:
     """signs2 · ((signs1 · x) · H) · scale over the last dimension, in a new tensor of x's shape and type.
 
-    x, scale: as for `hadamard_transform`.
-    signs1, signs2: [n] of ±1, of any real type, on x's device.
+    x, scale: as in `hadamard_transform`.
+    signs1, signs2: [n] of ±1, in any real type, on x's device.
     out: the tensor to write and return instead, of x's shape, type and device. It may be x.
 
     Raises TypeError if x, signs or out is no tensor; `TensorError` for signs or an out that do not fit x; and what
@@ -94,6 +93,4 @@ def _check_signs(signs: Any, name: str, x: torch.Tensor) -> None:
     check_alike(x, signs, name)
     if signs.shape != x.shape[-1:]:
         raise TensorError(f"{name} has the shape {tuple(signs.shape)}; it must be ({x.shape[-1]},), as the rows of x")
-    if signs.device != x.device:
-        advice = how_to_join(x.device, signs.device, "move it with .to(x.device)")
-        raise TensorError(f"{name} is on {signs.device} but x on {x.device}; {advice}")
+    check_same_device(name, signs.device, "x", x.device, "move it with .to(x.device)")

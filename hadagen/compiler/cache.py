@@ -5,7 +5,7 @@ another directory of the same file system, and renamed into place. So it is comp
 may share a cache. If two build the same entry, the second uses that of the first. A key depends on contents and
 versions alone, never on paths or times. So a cache may be filled on one machine, and only be read on another.
 
-Whoever writes to a cache decides what runs. So one that others than the user and root could change is left alone.
+Whoever writes to a cache decides what runs. So a cache that others than the user and root could change is not used.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class KernelCache:
     """The entries of one `kind`: directories in `root`/kind that hold the files `names`. They are made in `root`/work.
     `beside`: roots of other caches, which are only read.
 
-    Both directories are created at the first write. `load` never raises for a bad entry, and an entry that
-    others could change is one. `store` and `workspace` raise `StorageError` if the disk is full or read-only, or if
+    Both directories are created at the first write. `load` never raises for a bad entry, such as one that others could
+    change. `store` and `workspace` raise `StorageError` if the disk is full or read-only, or if
     others could change what lies in the directory.
     """
 
@@ -240,7 +240,7 @@ def _own_content(path: Path) -> bytes:
 
 
 def _of_this_machine() -> str:
-    """How the names of its folders begin."""
+    """The text with which the names of this machine's folders begin."""
     return f"{quote(platform.node(), safe='')}-"
 
 

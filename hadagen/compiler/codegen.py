@@ -25,7 +25,7 @@ ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-# Number of the mbarrier of a block for the stores of other blocks of its cluster. Barriers of stages come first.
+# The mbarrier that a block uses for stores by other blocks of its cluster. The barriers of stages come first.
 CROSSED_BARRIER = 15
 
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)

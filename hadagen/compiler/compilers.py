@@ -32,9 +32,9 @@ class NvrtcProgram:
 
     Like `Nvcc`, it compiles one source at a time, in a program of its own, and has these attributes:
 
-    version: all that the compiler says of its version. release: what kernels keep of that, such as "nvrtc 13.0.88", or
-    "13.0.88" for nvcc. flags: everything besides source, headers and arch that its code depends on. hint: what to do if
-    it compiles nothing.
+    version: all that the compiler says of its version. release: the version as kernels record it, such as
+    "nvrtc 13.0.88", or "13.0.88" for nvcc. flags: everything besides source, headers and arch that its
+    code depends on. hint: what to do if it compiles nothing.
     """
 
     library: nvrtc.Nvrtc
@@ -63,7 +63,7 @@ class NvrtcProgram:
 
     def compile(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
         """Compile `stem`.cu in `folder`, where its headers are, to `stem`.ptx and `stem`.cubin. `arch`: such as
-        "sm_90". The log has the report of the back end on what the kernel uses.
+        "sm_90". The log has the report of the back end on the kernel's resource usage.
 
         Raises `Stopped` when `stopped` is set, and `ToolchainError` if the compiler cannot be started.
         """
@@ -143,12 +143,12 @@ class Ptxas:
 
     @property
     def release(self) -> str:
-        """What kernels keep of the version, such as "ptxas 12.9.86"."""
+        """The version as kernels record it, such as "ptxas 12.9.86"."""
         return f"{self.kind} {_release_in(self.version)}"
 
     def assemble(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
-        """Assemble `stem`.ptx in `folder` to `stem`.cubin. `arch`: such as "sm_90". The log has the report on what the
-        kernel uses. Raises as `NvrtcProgram.compile` does."""
+        """Assemble `stem`.ptx in `folder` to `stem`.cubin. `arch`: such as "sm_90". The log has the report on the
+        kernel's resource usage. Raises as `NvrtcProgram.compile` does."""
         command = [self.path, "-O3", "-v", f"-arch={arch}", f"{stem}.ptx", "-o", f"{stem}.cubin"]
         return run(command, PTXAS_HINT, folder, stopped)
 
@@ -159,7 +159,7 @@ DEFAULT = NvrtcProgram.kind
 
 
 def find_tool(tool: str, hint: str = NVCC_HINT) -> str:
-    """The path of a program of the CUDA toolkit: on PATH, else in $CUDA_HOME, else of the installed wheels.
+    """The path of a program of the CUDA toolkit: on PATH, else in $CUDA_HOME, else in the installed wheels.
 
     Raises `NoCompilerError`, with the hint, if there is none.
     """
@@ -176,7 +176,7 @@ def find_tool(tool: str, hint: str = NVCC_HINT) -> str:
 
 
 def _version_of(path: str, kind: str, hint: str) -> str:
-    """What a tool says of its version. Raises `ToolchainError`, with the hint, if it cannot be run."""
+    """The output of a tool for `--version`. Raises `ToolchainError`, with the hint, if it cannot be run."""
     answer = run([path, "--version"], hint)
     if not answer.ok:
         reason = answer.passing or f"fails, so this {kind} is broken: {answer.first_lines}"

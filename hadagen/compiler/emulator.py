@@ -43,7 +43,7 @@ from hadagen.truth.reference import (
     verification_scale,
 )
 
-# What the machine is built from, of the sources in `templates`.
+# The sources in `templates` that the machine is built from.
 MACHINE = ("machine.cpp", "access.cpp")
 MACHINE_HEADERS = ("machine.hpp", "state.hpp", "fiber.hpp", "memory.hpp", "words.cuh")
 
@@ -62,7 +62,7 @@ KERNEL_FLAGS = (*FLAGS, "-Og")
 MACHINE_FLAGS = (*FLAGS, "-O2")
 KERNELS_PER_UNIT = 16
 _STEP = re.compile(r"^ *// (\d+\. .+)$", re.MULTILINE)  # the comment of a step in the body of a kernel
-LIBRARY, OBJECT = "kernels.so", "machine.o"  # the names of what is built, in the cache
+LIBRARY, OBJECT = "kernels.so", "machine.o"  # the names of the built files in the cache
 
 RESIDENT_CLUSTERS = 2  # of the imagined device: few, so that a persistent grid loops
 PERSISTENT_TILES = 11  # in a verification: each cluster comes round often enough to use every stage twice
@@ -86,18 +86,18 @@ class HostCompileError(ToolchainError):
 
 
 class HostCompilerDied(ToolchainError):
-    """The host compiler was killed, hung or found no room. That may pass, and says nothing about the source."""
+    """The host compiler was killed, hung or found no room. That may pass. It says nothing about the source."""
 
 
 @dataclass(frozen=True)
 class EmulationReport:
-    """What a launch did besides its result. The counts are in the order of `Report` in `templates/host`.
+    """The faults and costs of a launch. The counts are in the order of `Report` in `templates/host`.
 
     `races`: accesses without a barrier between them and an access of another thread to the same 16 bytes of shared
     memory, or in-place loads of overwritten values. `uninitialized_reads`: loads of shared memory that was never
     written in its block. `unwritten`, `rewritten`: elements of the output that were written never, or more than once.
-    `wavefronts`: of shared-memory accesses. `bank_conflicts`: wavefronts that were not necessary. `sectors`: accessed
-    32-byte sectors of global memory. `excess_sectors`: those that coalesced accesses would not have touched.
+    `wavefronts`: those of shared-memory accesses. `bank_conflicts`: wavefronts that were not necessary. `sectors`:
+    accessed 32-byte sectors of global memory. `excess_sectors`: sectors that coalesced accesses would not have touched.
     `prefetched_bytes`: bytes that L2 was asked for.
     """
 
@@ -201,15 +201,14 @@ class HostModule:
         """
         elements = x.size if elements is None else elements
         given = operands or {}
-        others = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
-        pointers = {name: array.ctypes.data for name, array in others.items()}
-        numbers = {name: value for name, value in given.items() if not isinstance(value, np.ndarray)}
+        others = [value for value in given.values() if isinstance(value, np.ndarray)]
+        values = {name: value.ctypes.data if isinstance(value, np.ndarray) else value for name, value in given.items()}
         has_codes = out.dtype == np.uint8
         written = [_Output(out.ctypes.data, out.nbytes, out.nbytes)] * has_codes
         for name, (array, least) in (outputs or {}).items():
-            pointers[name] = array.ctypes.data
+            values[name] = array.ctypes.data
             written.append(_Output(array.ctypes.data, array.nbytes, least))
-        arguments = launch.arguments(elements, scale, shape, {**numbers, **pointers})
+        arguments = launch.arguments(elements, scale, shape, values)
         arguments[X], arguments[Y] = x.ctypes.data, out.ctypes.data
         if shape is None:
             rows, shape = elements, RowShape(1, 1, 1)  # as any array without gaps
@@ -233,7 +232,7 @@ class HostModule:
             steps=STEPS_PER_ELEMENT * max(tiles * launch.tile_elements, 8 * launch.threads * launch.cluster),
             seed=order_seed,
             arguments=(ctypes.c_uint64 * len(arguments))(*arguments),
-            operands=(_Operand * len(others))(*(_Operand(each.ctypes.data, each.nbytes) for each in others.values())),
+            operands=(_Operand * len(others))(*(_Operand(each.ctypes.data, each.nbytes) for each in others)),
             operand_count=len(others),
             outputs=(_Output * len(written))(*written),
             output_count=len(written),
@@ -323,8 +322,8 @@ def host_compiler() -> str:
 
 
 def verification_rows(problem: Problem, launch: LaunchSpec, least: int = NORMAL_ELEMENTS) -> int:
-    """Rows of each class of input for `verify`: few, but enough for full tiles, a ragged one and a persistent loop, and
-    for the error of each class to be measured on `least` elements."""
+    """Rows of each class of input for `verify`: few, but enough for full tiles, a ragged tile and a persistent loop.
+    Each class has at least `least` elements to measure its error on."""
     tiles = PERSISTENT_TILES if launch.persistent else 2
     elements = max(tiles * launch.tile_elements, len(INPUT_CLASSES) * least)
     tile_rows = launch.tile_elements // problem.n
@@ -346,12 +345,12 @@ def verify(
 ) -> dict[str, float]:
     """Relative error of a kernel against float64 for each class of input, all classes in one launch.
 
-    `rows` (default `verification_rows`): of each class; if it is more than one, the last class has one row less, so
+    `rows` (default `verification_rows`): rows of each class; if more than one, the last class has one row less, so
     that the last tile is ragged if a tile holds several rows. `module`: has the kernel already, if many were built at
     once. `shape`: for a kernel that reads one, by default three quarters of each row; an array with an odd pitch begins
     one element after a multiple of 16 bytes. `operands`: `verification_operands` by default. The scale is
-    `verification_scale`. The output and the gaps of x begin as NaNs. Raises
-    `EmulationError` if the kernel does not run to its end, or if `EmulationReport.complaint` is not "".
+    `verification_scale`. The output and the gaps of x begin as NaNs. Raises `EmulationError` if the kernel does not run
+    to its end, or if `EmulationReport.complaint` is not "".
     """
     import torch  # here, because most that import this module run nothing
 
@@ -439,7 +438,7 @@ class _Compiler:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What its objects depend on: options, version and kind of CPU, wherever it lies."""
+        """The values that the compiler's objects depend on: options, version and kind of CPU, not its place."""
         said = [line for line in self.version.splitlines() if not line.startswith("InstalledDir:")]  # as clang says
         return self.command[1:], said, platform.machine()
 
@@ -467,7 +466,7 @@ def _compiler(cxx: str | None) -> _Compiler:
 
 
 class _HostBuild:
-    """Calls of the host compiler for one library, in `folder`. `root`: of the cache."""
+    """Calls of the host compiler for one library, in `folder`. `root`: the root of the cache."""
 
     def __init__(
         self, compiler: _Compiler, texts: Mapping[str, str], root: Path, folder: Path, stopped: threading.Event
@@ -484,7 +483,7 @@ class _HostBuild:
                 kernels = [pool.submit(self._kernels, f"unit{i}.cpp", text) for i, text in enumerate(units)]
                 objects = [job.result() for job in (*machine, *kernels)]
             except BaseException as error:
-                if not isinstance(error, HadagenError):  # of which one source may be the cause
+                if not isinstance(error, HadagenError):  # a `HadagenError` may be the fault of one source alone
                     self._stopped.set()
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 from hadagen.compiler import nvrtc_calls
 from hadagen.errors import NoCompilerError, ToolchainError
 
-# For every kernel. The second makes it report what the kernel uses.
+# For every kernel. The second flag makes NVRTC report the kernel's resource usage.
 FLAGS = ("-std=c++17", "--ptxas-options=-v")
 OLDEST = (12, 1)  # in which shared sources of sm_90 compile
 # `.so.13` before `.so.12`: the newer knows more GPUs.
@@ -37,7 +37,8 @@ HINT = "install PyTorch with CUDA, or: pip install nvidia-cuda-nvrtc"
 
 
 class Compiled(NamedTuple):
-    """What NVRTC made of a source. `log`: its warnings, and what the kernel uses if the flags ask for that."""
+    """The output of NVRTC for a source. `log`: NVRTC's warnings, and the kernel's resource usage if the flags ask for
+    it (`--ptxas-options=-v`)."""
 
     ptx: bytes
     cubin: bytes
@@ -64,7 +65,7 @@ class Nvrtc:
         """The library in $HADAGEN_NVRTC; else one that this process has loaded; else the newest of the installed
         wheels, in $CUDA_HOME, or where the system looks.
 
-        Raises `NoCompilerError` if there is none, and `ToolchainError` if there is none that works.
+        Raises `NoCompilerError` if there is none, and `ToolchainError` if none works.
         """
         if named := os.environ.get("HADAGEN_NVRTC"):
             try:
@@ -90,7 +91,7 @@ class Nvrtc:
 
     @functools.cached_property
     def banner(self) -> str:
-        """What its PTX says of its exact version, in several lines. The first use compiles an empty source.
+        """The comments that its PTX begins with. They name its exact version. The first use compiles an empty source.
 
         Raises `ToolchainError` if that fails, for example because the library of built-in functions is missing.
         """
@@ -137,8 +138,8 @@ class Nvrtc:
 
 @functools.cache
 def stamp() -> str:
-    """What tells the library that `Nvrtc.find` would load from others, wherever it lies; "" if there is none. It is
-    loaded only if the system's loader alone finds it."""
+    """A text that differs between NVRTC libraries, wherever they lie, for the one that `Nvrtc.find` would load; "" if
+    there is none. It is loaded only if the system's loader alone finds it."""
     named = os.environ.get("HADAGEN_NVRTC")
     for look in (lambda: None, Nvrtc.find):  # what is loaded has a path
         with suppress(ToolchainError):
@@ -160,7 +161,7 @@ def _identity(path: str) -> str:
 
 
 def _build_id(file: BinaryIO) -> str:
-    """That of a library of 64 bits (System V gABI, "Program Header" and "Note Section"); "" if it has none."""
+    """The build ID of a 64-bit library (System V gABI, "Program Header" and "Note Section"); "" if it has none."""
     header = file.read(64)
     if len(header) < 64 or header[:6] != b"\x7fELF\2\1":
         return ""
@@ -201,7 +202,7 @@ def _candidates() -> Iterator[str]:
 
 
 def _mapped() -> list[str]:
-    """The paths of those that this process has loaded."""
+    """The paths of the NVRTC libraries that this process has loaded."""
     with suppress(OSError):
         return re.findall(r" (/.*/libnvrtc\.so\.\d\S*)$", _MAPS.read_text(errors="replace"), re.M)
     return []

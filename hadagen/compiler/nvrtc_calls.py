@@ -42,8 +42,8 @@ def load(path: str) -> Any:
 def compile_source(
     library: Any, text: str, name: str, options: list[str], headers: dict[str, str]
 ) -> tuple[str, bytes, bytes, str]:
-    """What is wrong, as a name of NVRTC, or "" for success; then PTX, cubin and log. Only success has a PTX; it has a
-    cubin too if the option `-arch` names a real architecture.
+    """Compile a source. Returns NVRTC's name for the error ("" for success), the PTX, the cubin and the log. PTX and
+    cubin are empty after an error; the cubin also if the option `-arch` names no real architecture.
 
     Raises `RuntimeError` if another call fails.
     """

@@ -55,7 +55,7 @@ class Finished:
 
     @property
     def passing(self) -> str:
-        """The reason of a failure that says nothing about the input, as the end of a sentence; "" for any other end."""
+        """Why the program failed, as the end of a sentence, if that says nothing about its input; otherwise ""."""
         if self.ok or self.broken:
             return self.broken
         killed = -self.status if self.status < 0 else self.status - 128  # a shell adds 128
@@ -136,12 +136,12 @@ class Patience:
         self._lock = Lock()
 
     def worked(self) -> None:
-        """Note that a kernel was compiled, or refused."""
+        """Record that a compiler ran to its end: it compiled or refused a kernel."""
         with self._lock:
             self._died.clear()
 
     def lose(self, kernel: str, compiler: str, reason: str) -> None:
-        """Note that a compiler died for a kernel. Raises `ToolchainError` if it is the last of `IN_A_ROW`."""
+        """Record that a compiler died for a kernel. Raises `ToolchainError` if it is the last of `IN_A_ROW`."""
         with self._lock:
             self._died.add(kernel)
             if len(self._died) >= IN_A_ROW:

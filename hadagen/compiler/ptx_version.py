@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import re
 
-# That of CUDA 12.0 and driver 525, the oldest that hadagen runs on: nothing is won below it.
+# The version of CUDA 12.0 and driver 525, the oldest that hadagen runs on: nothing is won below it.
 _FLOOR = (8, 0)
-# The targets that it knows. Those that came later need a driver that reads more, and have instructions of their own.
+# The targets of that version. Later targets need a driver that reads later versions, and have their own instructions.
 _TARGETS = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
 
 _TYPE = r"\.(?:pred|[bsu](?:8|16|32|64)|f(?:16|32|64)|f16x2|bf16|bf16x2|tf32)"
 _SPACE = r"(?:\.(?:global|local|const|param|shared(?:::cta|::cluster)?))?"
 _COMPARISON = r"\.(?:eq|ne|lt|le|gt|ge|lo|ls|hi|hs|equ|neu|ltu|leu|gtu|geu|num|nan)"
-# Whole instructions, with all modifiers, and the version that has them. Of the floor: what kernels have had until now,
-# and its like.
+# Version → whole instructions, with all modifiers, that it has. The floor has the instructions of kernels until now,
+# and similar ones.
 _KNOWN = {
     _FLOOR: (
         r"(?:add|sub|mul|mul24|mad|mad24|fma|div|rem|abs|neg|min|max|sad|ex2|lg2|rcp|sqrt|rsqrt)"
@@ -63,7 +63,7 @@ _INSTRUCTION = re.compile(r"(?:^|[;{}])\s*(?:[\w$]+:\s+)?(?:@!?[%\w]+\s+)?([a-z]
 def lowered(module: str) -> str:
     """The PTX module with the lowest version in its head that has all its instructions.
 
-    It stays as it is where an instruction or the target is none that this file knows.
+    The module stays as it is if this file does not know its target or one of its instructions.
     """
     version, target = _VERSION.search(module), _TARGET.search(module)
     if version is None or target is None or target[1] not in _TARGETS:

@@ -26,9 +26,9 @@ from hadagen.problem.problem import Problem
 from hadagen.problem.trial import Trial, knobs_key
 
 _ENTRY = ("kernel.json",)  # the file of an entry of the index, and of a verdict
-# Folders beside the templates, with all that the text of a kernel follows from.
+# Folders besides the templates, with all that the text of a kernel follows from.
 GENERATOR = ("arch", "problem", "plan", "compiler")
-_SOURCES = (".py", ".json", ".yaml", ".j2", ".cuh", ".cu")  # of the generator
+_SOURCES = (".py", ".json", ".yaml", ".j2", ".cuh", ".cu")  # kinds of files of the generator
 _CUBIN, _PTX = "kernel.cubin", "kernel.ptx"  # files of a compiled kernel
 
 
@@ -59,8 +59,8 @@ def image_of(recipe: Recipe, target: str) -> bytes:
 
 
 def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[bytes | HadagenError]:
-    """What `image_of` returns or raises, for several recipes of one arch. With more than one job, each is compiled in a
-    process of its own, because NVRTC compiles one source at a time in a process.
+    """The result or the error of `image_of` for each recipe; all are for one arch. With several jobs, each recipe is
+    compiled in a process of its own, because NVRTC compiles one source at a time in a process.
 
     Raises `ToolchainError` if there is no NVRTC, and `UsageError` if the arch is unknown.
     """
@@ -74,8 +74,8 @@ def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[b
 def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0) -> Recipe | None:
     """The recipe of a problem with the legal knobs that are nearest to others; None if no knobs are legal.
 
-    knobs: as `knobs_key` writes them, of any problem and arch. arch: whose rules the recipe keeps. registers: of a
-    thread of a kernel with these knobs, of which an SM should hold as many blocks; 0 for any number.
+    knobs: as `knobs_key` writes them, of any problem and arch. arch: whose rules the recipe keeps. registers: those of
+    a thread; an SM should hold as many blocks as fit with so many registers. 0 for any number of blocks.
 
     Raises `ToolchainError` if kernels cannot be generated, and `UsageError` if the arch is unknown.
     """
@@ -200,7 +200,7 @@ def _known(recipe: Recipe, target: str) -> bytes | None:
 
 
 def _is_ours(problem: Problem) -> bool:
-    """Whether its kernels follow from files of hadagen alone: a program may have a prologue of its own."""
+    """Whether the kernels of a problem follow from files of hadagen alone; a program may have a prologue of its own."""
     prologue = prologue_of(problem)
     return prologue is None or type(prologue).__module__.partition(".")[0] == "hadagen"
 
@@ -213,8 +213,8 @@ def _index_key(recipe: Recipe, target: str) -> str:
 
 @functools.cache
 def _generator() -> str:
-    """What tells this generator from others: a digest of its files. Where they lie and when they were written does not
-    matter, so a cache serves every copy of an installation."""
+    """A digest of the files of this generator, which tells it from others. Places and dates of the files do not matter,
+    so a cache serves every copy of an installation."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for folder in (Path(templates.__file__).parent, *(package / room for room in GENERATOR)):

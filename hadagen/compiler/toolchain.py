@@ -58,9 +58,9 @@ class Toolchain:
 
     @classmethod
     def find(cls, kind: str = DEFAULT) -> Toolchain:
-        """With a compiler of that kind. For NVRTC, nvcc stands in where only that is there.
+        """The toolchain with a compiler of that kind. nvcc replaces NVRTC if only nvcc is installed.
 
-        Raises `ToolchainError` if there is none, or none that works.
+        Raises `ToolchainError` if there is none, or none works.
         """
         if kind not in COMPILERS:
             raise UsageError(f"there is no compiler {shown(kind)}; {choice(kind, COMPILERS)}")
@@ -140,8 +140,8 @@ class Toolchain:
     def _compile(
         self, stem: str, text: str, arch: Arch, folder: Path, stopped: Event
     ) -> tuple[Finished, dict[str, bytes]]:
-        """How the compiler ended, and its files if it succeeded. Success without sound files is a failure that may
-        pass."""
+        """How the compiler ended, and its files if it succeeded. A success without sound files counts as a failure that
+        may pass."""
         with TemporaryDirectory(dir=folder) as name:
             own = Path(name)
             for file, written in {**self.headers, f"{stem}.cu": text}.items():

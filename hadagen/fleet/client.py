@@ -43,7 +43,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """GPUs of a fleet that are alike. `environment`: of the first of them."""
+    """GPUs of a fleet that are alike. `environment`: that of the first GPU."""
 
     arch: str
     environment: Environment
@@ -53,8 +53,8 @@ class DeviceClass:
 @dataclass(frozen=True)
 class FleetState:
     """workers: how many take part. compiling: how many kernels they compile at once. gpus: class → count.
-    busy: class → share of the time, since the first was measured, in which they measured. seconds: class → for how long
-    they did.
+    busy: class → share of the time, since the first measurement, in which its GPUs measured. seconds: class → how long
+    they measured.
     """
 
     workers: int
@@ -66,7 +66,7 @@ class FleetState:
 
 @dataclass
 class _Use:
-    """Of the GPUs of a class, in seconds: how long they measured, and how long they could have."""
+    """How long the GPUs of a class measured, and how long they could have measured, in seconds."""
 
     busy: float = 0.0
     available: float = 0.0
@@ -75,8 +75,8 @@ class _Use:
 class Fleet(AbstractContextManager["Fleet"]):
     """Workers of the Dask cluster at `address` that run `hadagen.fleet`, and compile with `compiler`.
 
-    `archs`: whose GPUs take part; None for all. `say`: gets sentences about workers that come, go or are left out. It
-    is called by another thread, and so is `look`, with the state of the fleet about once a second.
+    `archs`: the archs whose GPUs take part; None for all. `say`: gets sentences about workers that come, go or are left
+    out. `look`: gets the state of the fleet about once a second. Another thread calls both.
 
     Certificates for TLS are those of Dask's configuration. Warns if the scheduler is reached without TLS, at an address
     that is not loopback. Raises `DeviceError` if there is no such cluster, or if it refuses the connection. As a
@@ -95,8 +95,8 @@ class Fleet(AbstractContextManager["Fleet"]):
         self.address, self._compiler, self._archs = address, compiler, archs
         self.say, self.look = say, look
         self.failure: DeviceError | None = None  # why the fleet is no more
-        self._members: dict[str, Greeting | None] = {}  # by address; None: it is given no work
-        self._greetings: dict[str, asyncio.Task[None]] = {}  # of workers that have not answered yet
+        self._members: dict[str, Greeting | None] = {}  # worker address → its greeting; None if it is given no work
+        self._greetings: dict[str, asyncio.Task[None]] = {}  # worker address → the greeting under way
         self._uses: dict[str, _Use] = {}
         self._seen = time.monotonic()
         self._until_the_end = ExitStack()
@@ -130,7 +130,7 @@ class Fleet(AbstractContextManager["Fleet"]):
     # ---- who is there ------------------------------------------------------------------------------------------------
     @property
     def classes(self) -> list[DeviceClass]:
-        """Which GPUs there are, in the order of arch and name."""
+        """The classes of GPUs in the fleet, in the order of arch and name."""
         found: dict[tuple[str, str], list[Environment]] = {}
         for greeting in self._offers:
             for arch, environment in greeting.gpus:
@@ -143,7 +143,7 @@ class Fleet(AbstractContextManager["Fleet"]):
 
     @property
     def _offers(self) -> list[Greeting]:
-        """Of the workers that are given work."""
+        """The greetings of the workers that are given work."""
         return [greeting for greeting in list(self._members.values()) if greeting]
 
     @property
@@ -235,9 +235,9 @@ class Fleet(AbstractContextManager["Fleet"]):
         among: Callable[[], list[str]] | None = None,
         **how: Any,
     ) -> work.Answer:
-        """The answer of a worker. One that is in trouble or gives no sound answer gets no more work, or only its GPU
-        that is to blame, and another one is asked; after `ATTEMPTS`, or when there is no other one, the value is
-        `NotTried`. `among`: the addresses of those that may be asked now, if not all may."""
+        """The answer of a worker. If a worker is in trouble or gives no sound answer, it gets no more work (or only its
+        GPU that is to blame gets none), and another worker is asked. After `ATTEMPTS`, or without another worker, the
+        value is `NotTried`. `among`: the addresses of the workers that may be asked now, if not all may."""
         reason = ""
         for _ in range(ATTEMPTS):
             if among:
@@ -321,7 +321,7 @@ class Fleet(AbstractContextManager["Fleet"]):
                 self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, reason: str = "") -> DeviceError:
-        """Note that nothing more can be done with the fleet."""
+        """Record that nothing more can be done with the fleet."""
         if self.failure is None:
             self.failure = DeviceError(
                 f"the Dask scheduler at {self.address} is gone{reason and f' ({reason})'}; start it and its workers, "
@@ -403,12 +403,12 @@ class Fleet(AbstractContextManager["Fleet"]):
 
 
 def check_address(address: str) -> None:
-    """Raises `UsageError` for what is no address of a scheduler, such as the URL of a database. The message does not
-    show it, because it may have a password."""
+    """Raises `UsageError` for a text that is no address of a scheduler, such as the URL of a database. The message does
+    not show the text, because it may have a password."""
     if not _ADDRESS.fullmatch(address):
         raise UsageError(
-            "--fleet names no address of a Dask scheduler; give such as tls://HOST:8786, as the scheduler prints it, "
-            "or local for the GPUs of this machine"
+            "--fleet names no address of a Dask scheduler; give an address like tls://HOST:8786, as the scheduler "
+            "prints it, or local for the GPUs of this machine"
         )
 
 
@@ -444,7 +444,7 @@ def is_open(address: str) -> bool:
 
 
 def hardware(environment: Environment) -> Environment:
-    """What must be equal for times to be those of one class. Drivers may differ."""
+    """The values that must be equal on all GPUs of a class. Drivers may differ."""
     return replace(environment, driver="", cuda="", nvcc="")
 
 

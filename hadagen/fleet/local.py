@@ -1,6 +1,6 @@
 """A fleet of this machine alone: a worker for each GPU, and others that compile.
 
-Those that compile are processes of their own. Python renders a source, and ranks the first knobs of a problem for
+Workers that compile are processes of their own. Python renders a source, and ranks the first knobs of a problem for
 seconds, and a worker that measures must not wait for that.
 """
 
@@ -28,7 +28,7 @@ def local_cluster() -> Iterator[str]:
     connections have TLS if Dask's configuration requires encryption. Raises `DeviceError` if there is no GPU, or a
     certificate is missing that TLS needs."""
     gpus = [(gpu, 1) for gpu in _gpus()]
-    # Half of the CPUs compile: with all of them, what measures waited for a CPU, and took twice as long.
+    # Half of the CPUs compile: with all of them, measuring workers waited for a CPU, and took twice as long.
     compilers = [("", THREADS)] * max(1, (len(os.sched_getaffinity(0)) // 2 - len(gpus)) // THREADS)
     workers = {
         i: {
@@ -45,7 +45,8 @@ def local_cluster() -> Iterator[str]:
 
 
 def _environment(gpu: str) -> dict[str, str]:
-    """Of a worker that sees this GPU, or none. What matters of its log is said by the search."""
+    """The environment variables of a worker that sees this GPU, or no GPU. Its log has only errors, because the search
+    says what matters."""
     return {"CUDA_VISIBLE_DEVICES": gpu, "DASK_LOGGING__DISTRIBUTED": "error"}
 
 

@@ -1,4 +1,4 @@
-"""`Station`: what one worker of a fleet has: its GPUs, each with a measuring process, and a compiler."""
+"""`Station`: the GPUs of one worker of a fleet, each with a measuring process, and its compiler."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def _reserved(uuid: str) -> Iterator[bool | None]:
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a worker says of itself.
+    """The answer of a worker when the search greets it.
 
-    code: `code_digest()` there. gpus: (arch, environment) of each GPU. compiling: how many kernels it compiles at once.
-    trouble: why some of that is less than it should be, in sentences.
+    code: `code_digest()` on the worker. gpus: (arch, environment) of each GPU. compiling: how many kernels the worker
+    compiles at once. trouble: sentences that say why it has fewer GPUs, or compiles fewer kernels, than it should.
     """
 
     code: str
@@ -103,7 +103,7 @@ class Greeting:
 def code_digest() -> str:
     """SHA-256 of all code and templates of hadagen. Equal ones compile and measure alike."""
     texts: dict[str, bytes] = {}
-    for room in ("", "cli", "templates", "tuning_db"):  # they need not lie in one folder
+    for room in ("", "cli", "templates", "tuning_db"):  # these packages need not lie in one folder
         package = find_spec(f"hadagen.{room}".rstrip("."))
         assert package
         assert package.origin
@@ -151,12 +151,12 @@ class Station:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Dask may use at once: GPUs by class, and compilers."""
+        """The resources that Dask may use at once: GPUs by class, and compilers."""
         gpus = {gpu_resource(name): float(len(all_of)) for name, all_of in self._of_class.items()}
         return gpus | {COMPILERS: float(self._compiling)}
 
     def greeting(self, compiler: str) -> Greeting:
-        """With the compiler that is to be used."""
+        """The greeting of the worker if it is to use this compiler."""
         compiling, trouble = self._compiling, self._trouble
         try:
             self._toolchain(compiler)
@@ -227,7 +227,7 @@ class Station:
         """A GPU of the class on which nobody measures. Raises `GpuError` if none works, and `DeviceError` if other
         processes have had all of them for `TAKEN_SECONDS`."""
         free, all_of = self._free[name], self._of_class[name]
-        last = time.monotonic()  # that some of them was ours
+        last = time.monotonic()  # the last time that one of these GPUs was ours
         with self._freed:
             while True:
                 for gpu in sorted(free, key=lambda gpu: gpu.runner is None):
@@ -253,11 +253,11 @@ class Station:
             return self._toolchains[kind]
 
 
-COMPILERS = "hadagen-compilers"  # the resource of which each worker has as many as it compiles kernels at once
+COMPILERS = "hadagen-compilers"  # the resource that counts the kernels that a worker compiles at once
 
 
 def gpu_resource(gpu: str) -> str:
-    """The name of the resource that is the GPUs of a class."""
+    """The name of the resource that counts the GPUs of a class."""
     return f"hadagen-gpu {gpu}"
 
 
@@ -266,5 +266,5 @@ def _start(index: int, arch: str, toolchain: Toolchain) -> DeviceRunner:
 
 
 def without_kernel(trial: Trial | NotTried) -> Trial | NotTried:
-    """What travels back: whoever sent the kernel has it."""
+    """The trial as it is sent back, without its kernel, which the caller has."""
     return replace(trial, kernel=None) if isinstance(trial, Trial) else trial

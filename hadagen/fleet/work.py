@@ -33,7 +33,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a task, and how long it took in seconds."""
+    """The result of a task, and how long it took in seconds."""
 
     value: Any
     seconds: float
@@ -60,7 +60,7 @@ async def withdraw(dask_worker: Worker) -> None:
 
 # ---- called for each worker ------------------------------------------------------------------------------------------
 def greet(compiler: str, *, dask_worker: Worker) -> Greeting | None:
-    """What the worker offers; None if it was started without `--preload hadagen.fleet`."""
+    """The greeting of the worker; None if it was started without `--preload hadagen.fleet`."""
     station = _stations.get(dask_worker)
     return station.greeting(compiler) if station else None
 
@@ -88,7 +88,7 @@ def race(a: Variant, b: Variant, cells: Sequence[Cell], gpu: str, compiler: str)
 
 
 def compute(function: Callable[..., Any], *arguments: Any) -> Answer:
-    """What a function returns that needs neither a GPU nor a compiler."""
+    """Call a function that needs neither a GPU nor a compiler, and return its result."""
     return _answered(lambda station: function(*arguments))
 
 

@@ -82,9 +82,9 @@ def bindings() -> SimpleNamespace:
 
 
 def check(result: tuple[Any, ...], doing: str = "a CUDA call") -> Any:
-    """What a driver call returned besides its code: one value, or None.
+    """The value that a driver call returned besides its code, or None.
 
-    Raises `DriverError` where the code is not 0; `doing` says in its sentence what failed.
+    Raises `DriverError` if the code is not 0; `doing` names the failed work in its message.
     """
     if result[0]:
         raise _error(bindings(), result[0], doing)
@@ -135,14 +135,14 @@ def _capture_allowed() -> Iterator[None]:
 
 
 class LaunchBlock(NamedTuple):
-    """A launch laid out in memory, but for x and y. It serves one launch at a time."""
+    """The arguments of a launch in memory, complete but for x and y. A block serves one launch at a time."""
 
     config: Any  # pointer to a `LaunchConfig`, which names the stream too
-    values: memoryview  # of each argument, in eight bytes
+    values: memoryview  # the value of each argument, in eight bytes
     places: Any  # pointer to an array with the address of each argument
 
 
-Launch = Callable[..., None]  # (stream, x, y, …): ints; the others are those that `prepared` names as changing
+Launch = Callable[..., None]  # (stream, x, y, …): ints; the rest are the params in `changing` of `prepared`
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class LoadedKernel:
     spec: LaunchSpec
     device: int
     resident_blocks: int
-    module: int  # the driver's handle, as that of the function
+    module: int  # a handle of the driver, as is `function`
     function: int
 
     def launch(
@@ -172,8 +172,8 @@ class LoadedKernel:
         """Queues the transform of x into y on a stream of the device, whose context must be current or none at all.
 
         x, y: device addresses, multiples of 16 bytes (of an element where the kernel is told how rows lie), equal or
-        not overlapping. The rest, elements at least 1, as `LaunchSpec.arguments` takes it. stream: its handle as an
-        integer. Raises `DriverError`; what fails while the kernel runs shows up later.
+        not overlapping. The other arguments (elements at least 1) as `LaunchSpec.arguments` takes them. stream: its
+        handle as an integer. Raises `DriverError`; an error while the kernel runs shows up later.
         """
         self.prepared(elements, scale, rows, operands)(stream, x, y)
 
@@ -185,14 +185,14 @@ class LoadedKernel:
         operands: Mapping[str, int] | None = None,
         changing: Sequence[str] = (),
     ) -> Launch:
-        """`launch` with all known but stream and addresses, for calls that come again: it then does only what it
-        must. The arguments are those of `LaunchSpec.arguments`, and it raises what that does.
+        """A function that launches the kernel, for calls that come again: it takes the stream and the addresses of x
+        and y, and all else is done here. The arguments and errors are those of `LaunchSpec.arguments`.
 
-        changing: params whose values a launch takes behind the addresses, in this order."""
+        changing: params whose values the function takes after the addresses, in this order."""
         arguments = self.spec.arguments(elements, scale, rows, {**(operands or {}), **dict.fromkeys(changing, 0)})
         positions = [[param.name for param in self.spec.params].index(name) for name in changing]
         launch_kernel, function = bindings().cuLaunchKernelEx, c_void_p(self.function)
-        # By stream, the blocks that no launch uses: of a launch that several threads make, each needs one of its own.
+        # Stream → blocks that no launch uses now. If several threads launch at once, each needs a block of its own.
         idle: dict[int, list[LaunchBlock]] = defaultdict(list)
 
         def launch(stream: int, x: int, y: int, *others: int) -> None:
@@ -227,7 +227,7 @@ class LoadedKernel:
         return LaunchBlock(byref(config), memoryview(values), byref(places))
 
     def _launch_in_context(self, code: int, block: LaunchBlock) -> int:
-        """The launch again where it failed because it is the first CUDA call of this thread."""
+        """Launch again if the launch failed because it is the first CUDA call of this thread. Returns the code."""
         driver = bindings()
         if code != libcuda.CUDA_ERROR_INVALID_CONTEXT:
             return code
@@ -267,7 +267,7 @@ def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedK
 
 @contextmanager
 def _refused(code: str, spec: LaunchSpec, doing: str) -> Iterator[None]:
-    """Takes this code for what the driver says of a kernel that needs more than the device has."""
+    """A context in which a `DriverError` with this code becomes `DoesNotFit`."""
     try:
         yield
     except DriverError as error:
@@ -288,7 +288,7 @@ def _too_large(spec: LaunchSpec, doing: str) -> DoesNotFit:
 
 
 def _ask_for_more(driver: SimpleNamespace, function: int, spec: LaunchSpec, doing: str) -> None:
-    """Allows a kernel what a kernel that says nothing may not have."""
+    """Allow a kernel as much shared memory and as large clusters as it needs, if these exceed the defaults."""
     if spec.shared_bytes > DEFAULT_SHARED_BYTES:
         shared = libcuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, shared, spec.shared_bytes), doing)

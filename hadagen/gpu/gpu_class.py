@@ -1,13 +1,13 @@
-"""The class of a GPU: what GPUs have in common for which the same kernels win.
+"""The class of a GPU: GPUs of one class have the same winners.
 
-The name of a class is the name of the GPU as the driver gives it. It is followed by what differs from the defaults of
-such a GPU:
+The name of a class is the name of the GPU as the driver gives it. Settings that differ from the defaults of such a GPU
+follow:
 
     NVIDIA H200                         as it comes
     NVIDIA H200, 450 W                  its power limit is lower than the default
     NVIDIA H200, 1200 MHz               its application clock is lower (nvidia-smi -ac)
-    NVIDIA H200, 1593 MHz memory        that of its memory is lower
-    NVIDIA GeForce RTX 3060, 8 GiB      it was sold with other memory too, of another width
+    NVIDIA H200, 1593 MHz memory        its application clock of the memory is lower
+    NVIDIA GeForce RTX 3060, 8 GiB      the same name was sold with other memory too
 
 So a GPU as it comes has the name that it always had. The name follows from the device alone. It is the same in every
 process and on every machine. NVML does not tell a locked clock (nvidia-smi -lgc), so no name has one.

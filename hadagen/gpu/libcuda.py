@@ -62,7 +62,7 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-_IN, _OUT = 1, 2  # what ctypes calls the directions of a parameter
+_IN, _OUT = 1, 2  # the directions of a parameter in ctypes
 _Parameter = tuple[int, Any]
 _int, _handle, _text = (_IN, c_int), (_IN, c_void_p), (_IN, c_char_p)
 _to_int, _to_handle, _to_text = (_OUT, POINTER(c_int)), (_OUT, POINTER(c_void_p)), (_OUT, POINTER(c_char_p))

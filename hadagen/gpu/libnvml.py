@@ -73,7 +73,7 @@ class Memory(ctypes.Structure):
 
 
 class Gpu:
-    """What can be asked of one GPU. Every answer is None if NVML does not say.
+    """One GPU as NVML knows it. Every method returns None if NVML does not say.
 
     `owner`: the handle of the whole GPU where `handle` is a part of it (MIG).
     """
@@ -83,7 +83,7 @@ class Gpu:
         self._seen = 0  # the newest sample, in microseconds
 
     def power_limit_watts(self) -> int | None:
-        """The limit that the driver enforces now, whoever set it."""
+        """The power limit that the driver enforces now, whoever set it."""
         return _watts(self._number("nvmlDeviceGetEnforcedPowerLimit"))
 
     def default_power_limit_watts(self) -> int | None:
@@ -104,7 +104,7 @@ class Gpu:
         return self._number("nvmlDeviceGetClockInfo", c_uint(kind))
 
     def event_reasons(self) -> int | None:
-        """Why its clocks are not higher now, as bits."""
+        """The reasons why the clocks are not higher now, as bits."""
         reasons = c_ulonglong()
         for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
             if self._call(name, self._owner, byref(reasons)) == NVML_SUCCESS:
@@ -112,20 +112,20 @@ class Gpu:
         return None
 
     def utilization(self) -> int | None:
-        """The percentage of the last sample period, of 1/6 to 1 s, in which some kernel ran, of any process."""
+        """The percentage of the last sample period (1/6 to 1 s) in which a kernel of any process ran."""
         rates = Utilization()
         done = self._call("nvmlDeviceGetUtilizationRates", self._handle, byref(rates))
         return int(rates.gpu) if done == NVML_SUCCESS else None
 
     def memory_used(self) -> int | None:
-        """The bytes that all processes have together."""
+        """The bytes of GPU memory that all processes have together."""
         memory = Memory()
         done = self._call("nvmlDeviceGetMemoryInfo", self._handle, byref(memory))
         return int(memory.used) if done == NVML_SUCCESS else None
 
     def processes(self) -> dict[int, int] | None:
-        """Number of each process with a context → its bytes, 0 if they are not known. A container may not see those
-        outside, or see other numbers than its own."""
+        """Process ID → its GPU memory in bytes (0 if unknown), for each process with a context. A container may not see
+        the processes outside, or may see IDs other than its own."""
         found: dict[int, int] = {}
         answered = False
         for name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v3"):
@@ -137,7 +137,8 @@ class Gpu:
         return found if answered else None
 
     def process_utilization(self) -> dict[int, int] | None:
-        """Number of each process that ran since the last call → its percentage of a sample period, the highest."""
+        """Process ID → the highest percentage of a sample period in which it ran, for each process that ran since the
+        last call."""
         since = c_ulonglong(self._seen)
         name = "nvmlDeviceGetProcessUtilization"
         samples = self._listed(ProcessUtilization, lambda array, count: (name, self._handle, array, count, since))
@@ -151,19 +152,19 @@ class Gpu:
         return found
 
     def process_name(self, pid: int) -> str:
-        """The program of a process, "" if it is not known."""
+        """The name of the program of a process; "" if it is not known."""
         name = create_string_buffer(256)
         if self._call("nvmlSystemGetProcessName", c_uint(pid), name, c_uint(len(name))) != NVML_SUCCESS:
             return ""
         return name.value.decode(errors="replace").rpartition("/")[2].partition(" ")[0]
 
     def _number(self, name: str, *arguments: Any) -> int | None:
-        """What a question about the whole GPU has for an answer."""
+        """The number that a function of NVML returns for the whole GPU."""
         value = c_uint()
         return value.value if self._call(name, self._owner, *arguments, byref(value)) == NVML_SUCCESS else None
 
     def _listed(self, kind: Any, call: Any) -> list[Any] | None:
-        """The structures that a function writes into an array; none where it finds none."""
+        """The structures that a function writes into an array; [] if it finds none, None if it fails."""
         room = 64
         while room <= _MOST_PROCESSES:
             array, count = (kind * room)(), c_uint(room)

@@ -1,4 +1,4 @@
-"""`Cell`: what one timing is of. `Traffic`: the memory of the launches of a timing.
+"""`Cell`: the conditions of one timing. `Traffic`: the memory of the launches of a timing.
 
 One timing is a CUDA graph of launches, replayed. Launch number i works in *slot* i, a piece of one large arena:
 
@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import fsum, log2, prod
 from typing import NamedTuple
 
-from hadagen.problem.operands import operands_of
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import (
     Cache,
     Destination,
     buffer_bytes,
+    buffers_besides,
     deciding_cache,
     destinations,
     element_buckets,
@@ -48,7 +48,7 @@ class Traffic(NamedTuple):
     cache: Cache
     codes_bytes: int = 0  # of the result instead where that is quantized, a multiple of 16
     scales_bytes: int = 0  # and of the scales behind it,
-    room_bytes: int = 0  # of which the layout takes so many
+    room_bytes: int = 0  # the bytes that the layout of the scales takes
     inputs: int = 0  # buffers that are read besides x
     outputs: int = 0  # buffers that are written besides the result
 
@@ -63,7 +63,7 @@ class Traffic(NamedTuple):
 
     @property
     def result_bytes(self) -> int:
-        """Room for what a launch writes, each part up to a multiple of 16."""
+        """Room for the results of a launch, each part up to a multiple of 16."""
         first = self.codes_bytes + -(-self.room_bytes // 16) * 16 if self.codes_bytes else self.buffer_bytes
         return first + self.outputs * self.buffer_bytes
 
@@ -98,7 +98,7 @@ class Traffic(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What one timing is of: `elements` = rows · n, the destination of the result, and where the input lies."""
+    """The conditions of one timing: `elements` = rows · n, the destination of the result, and where the input lies."""
 
     elements: int
     destination: Destination
@@ -117,9 +117,8 @@ class Cell(NamedTuple):
             rows, groups = self.elements // problem.unit, form.scales_in_row(problem.unit)
             size = form.scale_bytes(problem.io.input.bytes)
             room = prod(form.layout.filled_up(rows, groups, size)) * size
-        like_x = [operand.is_written for operand in operands_of(problem) if operand.like_x]
-        memory = whole_vectors, self.destination, self.cache, -(-codes // 16) * 16, scales, room
-        return Traffic(*memory, inputs=like_x.count(False), outputs=like_x.count(True))
+        of_codes = -(-codes // 16) * 16, scales, room
+        return Traffic(whole_vectors, self.destination, self.cache, *of_codes, *buffers_besides(problem))
 
 
 # What to time: the same cells for every problem, or cells by problem.

@@ -169,7 +169,8 @@ class Comparer:
         racing: Sequence[int],
         replays: int,
     ) -> dict[int, dict[Cell, float]]:
-        """µs of those kernels in each cell of a choice: of two races, with graphs of their own, the less."""
+        """Microseconds of the racing kernels in each cell of a choice: the less of two races, each with its own
+        graphs."""
         running = [kernels[i] for i in racing]
         turns = [self._stopwatch.turns(running, works[cell], replays) for cell, _ in choice.cells]
         found: dict[int, dict[Cell, float]] = {i: {} for i in racing}

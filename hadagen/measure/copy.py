@@ -2,7 +2,7 @@
 element is two bytes. Kernels that quantize are compared with copies that write as many bytes as codes and scales have,
 and kernels with a prologue with copies that read and write as many buffers.
 
-The time of the copy in a cell is that of the best of a few shapes, because no shape is the best at 16 KB and at 512 MB.
+The copy in a cell has the best of a few shapes, because no shape is the best at 16 KB and at 512 MB.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def copy_params(traffic: Traffic) -> tuple[Param, ...]:
 
 
 def copy_numbers(traffic: Traffic) -> dict[str, int]:
-    """What these take for their params that are numbers. Scales are written as words."""
+    """The values of those params of the copy kernels that are numbers. Scales are written as words."""
     vectors, words = traffic.buffer_bytes // _VECTOR_BYTES, traffic.scales_bytes // 4
     return {
         "codes_of_vector": (traffic.codes_bytes or traffic.buffer_bytes) // vectors,

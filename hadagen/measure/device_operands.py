@@ -20,7 +20,8 @@ class DeviceOperands(dict[str, int]):
     """Name of a param → device address, as `LaunchSpec.arguments` takes them. It owns the memory."""
 
     def __init__(self, problem: Problem, values: OperandValues, device: torch.device) -> None:
-        """Optional operands without values are none. Raises PyTorch's `RuntimeError` where memory runs out."""
+        """Optional operands without values become null pointers. Raises PyTorch's `RuntimeError` where memory runs
+        out."""
         super().__init__({each.name: 0 for each in operands_of(problem) if each.is_optional})
         self.device = device
         self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and what it must hold
@@ -42,7 +43,7 @@ class Orthonormal(DeviceOperands):
     """Operands and a `scale` with which a transform is orthonormal. Values that it is applied to again and again, as
     kernels do when they are timed in place, stay as large as they are.
 
-    The matrix of a verification is none whose rows are orthogonal, and its scale is rounded.
+    The matrix used for verification has no orthogonal rows, and its scale is rounded, so neither is used here.
     """
 
     def __init__(self, problem: Problem, device: torch.device) -> None:

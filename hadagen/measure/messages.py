@@ -12,8 +12,8 @@ from hadagen.problem.trial import Disturbed, Kernel, Outcome, Timing
 
 @dataclass(frozen=True)
 class Measure:
-    """Verify a kernel, then time it. Timing stops if the kernel exceeds `limits_us` at every probe cell. `cells`: which
-    to time; None for those of the service."""
+    """Verify a kernel, then time it. Timing stops if the kernel exceeds `limits_us` at every probe cell. `cells`: the
+    cells to time; None for the cells of the service."""
 
     problem: Problem
     kernel: Kernel
@@ -23,8 +23,8 @@ class Measure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a kernel. `errors`: relative error by class of input, infinite where an output is not finite.
-    `seconds`: what `Measure` took in the worker."""
+    """The result of a kernel. `errors`: relative error by class of input, infinite where an output is not finite.
+    `seconds`: how long `Measure` took in the worker."""
 
     outcome: Outcome
     detail: str
@@ -53,8 +53,8 @@ class Race:
 class Compare:
     """Verify kernels for the same rows, then time them in turns with the other libraries and the copy.
 
-    `kernels`: each with its problem; problems differ in numerics only. `cells`: each with the positions in `kernels` of
-    the kernels that are timed there.
+    `kernels`: pairs of a problem and a kernel; problems differ in numerics only. `cells`: pairs of a cell and the
+    indices, in `kernels`, of the kernels that are timed in it.
     """
 
     kernels: tuple[tuple[Problem, Kernel], ...]

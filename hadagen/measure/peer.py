@@ -79,7 +79,7 @@ def find_peers() -> list[Peer]:
 
 
 def products(problem: Problem, others: Iterable[Peer], device: torch.device) -> list[Peer]:
-    """What computes a transform with the matrix of its verification: H, by a product or by another library, and then
+    """Ways to compute a transform with the matrix of its verification: H, by a product or by another library, and then
     the product with the matrix; and one product for all of it. All operands have the type of x."""
     scale, length = verification_scale(problem), problem.length
 
@@ -151,7 +151,7 @@ class Peers:
         self._keeper = PeerGraph(self._pool, [least], 1)
 
     def serving(self, problem: Problem, device: torch.device) -> list[Peer]:
-        """Those that transform such rows. None has signs, or quantizes."""
+        """The peers that transform rows of a problem. No peer takes signs, or quantizes."""
         if problem.transform.signed or problem.io.form:
             return []
         peers = products(problem, self.all, device) if problem.transform.has_matrix else self.all

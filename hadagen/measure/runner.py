@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ _log = logging.getLogger("hadagen")
 
 _REPLAYS = 7
 _PAUSES_S = (2.0, 8.0)  # before what was disturbed is timed again
-_DISTURBED_IN_A_ROW = 3  # variants, each in all attempts; then the device is given up
+_DISTURBED_IN_A_ROW = 3  # variants that were disturbed in all attempts; then the device is given up
 _LOOK_S = 20.0  # for a new worker to say how the device is
 _ATTEMPTS = 3  # at a request whose worker was killed
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
@@ -89,14 +90,15 @@ class DeviceRunner:
         timed further. Its trial is `ok`, with the timings so far.
     timeout_s: seconds for one variant.
     silence_s: seconds without a sign of life from the device, after which a kernel counts as hung. See `Watch`.
-    deadline: of `time.monotonic()`. What goes on then is ended, and a run has no more trials.
+    deadline: a time of `time.monotonic()`. Work that goes on then is ended, and a run has no more trials.
     make_service: runs in the worker instead of the GPU; for tests.
 
     The worker starts at the first use, and `close` kills it. Every use raises `DeviceError` if it cannot start, or
     then has a device of another class. If another program kills the worker, a new one gets the request again, for three
     attempts in all.
 
-    What is timed while the device is busy or throttled is timed again after a pause, up to three times in all.
+    Kernels that are timed while the device is busy or throttled are timed again after a pause, up to three times in
+    all.
     """
 
     def __init__(
@@ -172,33 +174,26 @@ class DeviceRunner:
         if a.problem != b.problem:
             raise UsageError(f"{a.problem.key} cannot be raced against {b.problem.key}; give two of one problem")
         request = Race(a.problem, without_texts(_kernel(a)), without_texts(_kernel(b)), tuple(cells))
-        answer = self._ask(request, "a race", self._timeout_s)
-        for pause in self._pauses():
-            if not isinstance(answer, Disturbed):
-                break
-            time.sleep(pause)
-            answer = self._ask(request, "a race", self._timeout_s)
+        ask = partial(self._ask, request, "a race", self._timeout_s)
+        answer = self._undisturbed(ask(), ask)
         if isinstance(answer, Disturbed):
-            self._disturbed += 1
             raise DisturbedError(f"a race has no times ({answer.reason}); {answer.advice}")
-        self._disturbed = 0
         return list(answer)
 
     def compare(self, variants: Sequence[Variant], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
         """Verify variants whose problems differ in numerics only, then time them in turns with the other libraries and
         the copy.
 
-        cells: each with the positions of the variants that are timed there. Raises `DeviceError` if the worker fails or
-        takes longer than `COMPARISON_TIMEOUT_S`. If the device was busy or throttled meanwhile, a warning is logged.
+        cells: pairs of a cell and the indices, in `variants`, of those timed in it. Raises `DeviceError` if the worker
+        fails or takes longer than `COMPARISON_TIMEOUT_S`. If the device was busy or throttled meanwhile, a warning is
+        logged.
         """
         kinds = {variant.problem.with_io(numerics=Numerics.ACCURATE).key for variant in variants}
         if len(kinds) != 1:
             raise UsageError(f"{' and '.join(sorted(kinds))} cannot be compared; give variants of one n and dtype")
         kernels = tuple((variant.problem, without_texts(_kernel(variant))) for variant in variants)
         request = Compare(kernels, tuple((cell, tuple(wanted)) for cell, wanted in cells))
-        answer: Comparison = self._ask(request, f"comparing kernels for {variants[0].problem.key}")
-        self._warn(answer.disturbed)
-        return answer
+        return self._ask(request, f"comparing kernels for {variants[0].problem.key}")  # type: ignore[no-any-return]
 
     def rank(self, variants: Sequence[Variant], choices: Sequence[Choice]) -> Ranking:
         """Verify variants of one problem, and find the fastest for each of `choices`.
@@ -210,9 +205,7 @@ class DeviceRunner:
         if any(variant.problem != problem for variant in variants):
             raise UsageError(f"not all variants are for {problem.key}; give those of one problem")
         request = Rank(problem, tuple(without_texts(_kernel(variant)) for variant in variants), tuple(choices))
-        answer: Ranking = self._ask(request, f"ranking kernels for {problem.key}")
-        self._warn(answer.disturbed)
-        return answer
+        return self._ask(request, f"ranking kernels for {problem.key}")  # type: ignore[no-any-return]
 
     def _ask(self, request: Race | Compare | Rank, doing: str, timeout_s: float = COMPARISON_TIMEOUT_S) -> Any:
         self._send(request)
@@ -220,6 +213,8 @@ class DeviceRunner:
         if isinstance(answer, Failure):
             again = "ask for fewer cells at a time" if answer.hung else "run the same command again"
             raise DeviceError(f"{doing} failed ({answer.detail}); {again}")
+        if isinstance(answer, Comparison | Ranking):
+            self._warn(answer.disturbed)
         return answer
 
     def close(self) -> None:
@@ -247,12 +242,16 @@ class DeviceRunner:
             self._warned.add(disturbed.reason)
             _log.warning("these times may be wrong: %s; %s", disturbed.reason, disturbed.advice)
 
-    def _pauses(self) -> Sequence[float]:
-        """Before each new attempt; none if waiting did not help before, or the deadline does not leave the time."""
-        if self._disturbed >= _DISTURBED_IN_A_ROW:
-            return ()
-        left = self._deadline - time.monotonic()
-        return [pause for pause in _PAUSES_S if pause < left]
+    def _undisturbed(self, answer: Any, again: Callable[[], Any]) -> Any:
+        """An answer, or where that is `Disturbed` the answer of new attempts, each after a pause. There are none if
+        waiting did not help before, or if the deadline does not leave the time."""
+        left = self._deadline - time.monotonic() if self._disturbed < _DISTURBED_IN_A_ROW else 0.0
+        for pause in _PAUSES_S:
+            if isinstance(answer, Disturbed) and pause < left:
+                time.sleep(pause)
+                answer = again()
+        self._disturbed = self._disturbed + 1 if isinstance(answer, Disturbed) else 0
+        return answer
 
     def _send(self, request: _Request) -> None:
         if self._worker.is_busy or not self._worker.is_running:  # busy with what nobody waits for any more
@@ -260,8 +259,8 @@ class DeviceRunner:
         self._worker.send(request)
 
     def _receive(self, request: _Request, timeout_s: float, deadline: float = inf) -> Any:
-        """The answer to the request that the worker has, or a `Failure`. timeout_s: of each attempt, and none goes on
-        after the deadline."""
+        """The answer to the request that the worker has, or a `Failure`. timeout_s: the limit of each attempt. No
+        attempt goes on after the deadline."""
         attempt = 1
         while True:
             answer = self._worker.receive(max(0.0, min(timeout_s, deadline - time.monotonic())))
@@ -279,28 +278,25 @@ class DeviceRunner:
 
     def _collect(self, variant: Variant) -> Trial | Disturbed | None:
         """The trial of the variant that the worker has; None if the deadline came before. Raises `DisturbedError`."""
-        answer = self._received(variant)
-        for pause in self._pauses():
-            if not isinstance(answer, Disturbed):
-                break
-            time.sleep(pause)
+
+        def again() -> Answer | Disturbed | None:
             self._submit(variant)
-            answer = self._received(variant)
+            return self._received(variant)
+
+        answer = self._undisturbed(self._received(variant), again)
         if answer is None:
             return None
         if isinstance(answer, Disturbed):
-            self._disturbed += 1
             if self._disturbed >= _DISTURBED_IN_A_ROW:
                 raise DisturbedError(
                     f"nothing can be timed: {answer.reason}, each time that {self._disturbed} kernels were timed; "
                     f"{answer.advice}; finished trials are kept"
                 )
             return answer
-        self._disturbed = 0
         return self._trial(variant, answer)
 
     def _received(self, variant: Variant) -> Answer | Disturbed | None:
-        """What the worker answers, or what its failure means; None if the deadline came before."""
+        """The answer of the worker, or the outcome that its failure means; None if the deadline came before."""
         started = time.monotonic()
         answer = self._receive(self._request(variant), self._timeout_s, self._deadline)
         if not isinstance(answer, Failure):
@@ -314,7 +310,8 @@ class DeviceRunner:
         return self._disturbed_now() or Answer(Outcome.TIMEOUT, answer.detail, seconds=seconds)
 
     def _disturbed_now(self) -> Disturbed | None:
-        """What a new worker finds. A variant may have exceeded its time because others use the device."""
+        """The disturbance that a new worker finds. A variant may have exceeded its time because others use the
+        device."""
         try:
             self._send(Look())
         except DeviceError:  # which the next variant meets again, once this one has its trial

@@ -1,4 +1,4 @@
-"""What the worker process does with its GPU: load, verify, time, unload. Imported by that process alone."""
+"""The work of the worker process on its GPU: load, verify, time, unload. Imported by that process alone."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class DeviceService:
         return replace(answer, seconds=time.monotonic() - started)
 
     def _disturbed_now(self) -> Disturbed | None:
-        """What has disturbed what was just timed. Then the copies may have been timed wrongly too."""
+        """The disturbance of the timing that just ended. Then the copies may have been timed wrongly too."""
         disturbed = self._monitor.look(after=True)
         if disturbed:
             self._yardstick.forget()

@@ -39,8 +39,8 @@ _NONE: Moving = {}
 
 
 class Work(NamedTuple):
-    """What is timed of a kernel: the memory of its launches, and what they are told beside the addresses of x and y.
-    `operands` are the same for all launches, and `moving` says which are not."""
+    """The launches of a kernel to time: their memory, and their arguments besides the addresses of x and y. `operands`
+    are the same for all launches, and `moving` says which operands are not."""
 
     traffic: Traffic
     elements: int
@@ -51,7 +51,7 @@ class Work(NamedTuple):
 
 
 def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
-    """A problem's at a cell, with operands of the problem."""
+    """The work of a problem's kernel at a cell, with operands of the problem."""
     given: dict[str, int] = operands
     if form := problem.io.form:  # rows of the least length
         rows = cell.elements // problem.unit
@@ -67,7 +67,7 @@ def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
 
 
 def copy_work(traffic: Traffic) -> Work:
-    """The copy kernel's, which counts in elements of two bytes."""
+    """The work of the copy kernel, which counts in elements of two bytes."""
     names = {param.name for param in copy_params(traffic)}
     places = {"scales": ("scales", 0), "more_x": ("inputs", 0), "more_y": ("outputs", 0)}
     moving = {name: place for name, place in places.items() if name in names}
@@ -89,7 +89,7 @@ def prepared(kernel: LoadedKernel, work: Work) -> Launch:
 
 
 def repeated_bytes(work: Work) -> int:
-    """What `Stopwatch.repeats` needs of the arena: inputs and two results."""
+    """The bytes of the arena that `Stopwatch.repeats` needs: inputs and two results."""
     return work.traffic.input_bytes + 2 * work.traffic.result_bytes
 
 
@@ -113,7 +113,7 @@ class LaunchGraph:
     """A `Graph` of launches of one kernel."""
 
     def __init__(self, stream: int, kernel: LoadedKernel, addresses: Iterable[tuple[int, int]], work: Work) -> None:
-        """`addresses`: of x and y, one pair a launch. Raises `DriverError`."""
+        """`addresses`: those of x and y, a pair for each launch. Raises `DriverError`."""
         driver = bindings()
         launch = prepared(kernel, work)  # once: thousands of launches are captured in a trial
         self._stream = stream
@@ -138,8 +138,8 @@ class LaunchGraph:
 
 
 class Turns(NamedTuple):
-    """What makes some graphs of launches, the memory of the launches, and how often each graph is replayed, two times
-    or more. Their replays alternate, so that a drift of the clocks hits all of them."""
+    """Functions that make graphs of launches, the memory of the launches, and how often each graph is replayed, two
+    times or more. The replays of the graphs alternate, so that a drift of the clocks hits all of them."""
 
     graphs: Sequence[Callable[[], Graph]]
     traffic: Traffic
@@ -186,8 +186,7 @@ class Stopwatch:
         Orthonormal transforms keep them as large as they are, however often they run; where rows are cut short, they
         become no larger.
         """
-        needed = max((traffic.slots(self._l2_bytes) * traffic.footprint for traffic in traffics), default=0)
-        needed = max(needed, least_bytes)
+        needed = max([least_bytes, *(each.slots(self._l2_bytes) * each.footprint for each in traffics)])
         if needed > self._arena.nbytes:
             self._arena = torch.empty(0, dtype=torch.int32, device=self._stream.device)  # gives its memory back first
             self._arena = torch.empty(-(-needed // 4), dtype=torch.int32, device=self._stream.device)
@@ -275,7 +274,8 @@ class Stopwatch:
         return bool(torch.stack(same).all())
 
     def inputs(self, dtype: DType, work: Work, rows: int) -> list[torch.Tensor]:
-        """What the launches of a work read, for those who take tensors: one [rows, columns] for each slot."""
+        """The inputs of a `Work`'s launches as tensors, for peers (which take no addresses): one [rows, columns] for
+        each slot."""
         arena = self._arena.view(TORCH_DTYPE[dtype])
         starts = range(0, work.traffic.slots(self._l2_bytes) * work.traffic.footprint, work.traffic.footprint)
         shape = rows, work.rows.columns

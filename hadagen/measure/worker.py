@@ -32,7 +32,7 @@ _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
 # How a process ends that another one, or a system without memory, has ended. No kernel ends its process so.
 _KILLED = {f"signal {int(number)}" for number in (signal.SIGKILL, signal.SIGTERM)}
-# What the process runs. It finds modules where this process does, and none in the directory that it starts in.
+# The program of the process. It finds modules where this process does, and none in the directory that it starts in.
 _PROGRAM = """
 import sys
 sys.path[:] = filter(None, sys.path)
@@ -45,11 +45,11 @@ serve(connection, *connection.recv())
 
 
 class Service(Protocol):
-    """What runs inside the worker. Any exception of `handle` becomes a `Failure` answer."""
+    """The service inside the worker. Any exception of `handle` becomes a `Failure` answer."""
 
     @property
     def greeting(self) -> Any:
-        """What the worker says once it is ready."""
+        """The first message of the worker, sent once it is ready."""
 
     def handle(self, request: Any) -> Any: ...
 
@@ -121,7 +121,7 @@ def _end_with_parent() -> None:
 
 class Worker:
     """The asking side. `make_service` must be importable by name; it gets a `Watch` and `arguments`. silence_s: how
-    long a worker may be silent that says it is watched."""
+    long a worker may stay silent after a beat with `watched`."""
 
     def __init__(
         self, make_service: Callable[..., Service], arguments: tuple[Any, ...], silence_s: float = SILENCE_S

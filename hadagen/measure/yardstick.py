@@ -1,4 +1,4 @@
-"""`Yardstick`: what a plain copy of the same bytes takes, kept beside every time."""
+"""`Yardstick`: the time of a plain copy of the same bytes, which is kept with every time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _YARDSTICK_LIFE_S = 20.0
 
 
 class Yardstick:
-    """The time of the copy for every traffic: of the shape that was the fastest at first, timed again now and then."""
+    """The time of the copy for every traffic: the copy shape that was the fastest at first is timed again now and
+    then."""
 
     def __init__(self, stopwatch: Stopwatch, copies: Sequence[LoadedKernel], replays: int) -> None:
         self._stopwatch = stopwatch
@@ -27,7 +28,7 @@ class Yardstick:
         self.us: dict[Traffic, float] = {}
 
     def forget(self) -> None:
-        """Time all copies again, and choose among them again: what was timed last may be wrong."""
+        """Time all copies again, and choose among them again, because the last times may be wrong."""
         self._fastest.clear()
         self._taken.clear()
 

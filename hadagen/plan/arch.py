@@ -76,7 +76,7 @@ _MISTAKES = {"missing": "is missing; add it", "unexpected_keyword_argument": "is
 
 @dataclass(frozen=True)
 class Limits:
-    """What one launch may use at most. Shared memory in bytes, registers of 32 bits."""
+    """The limits of a launch. Shared memory in bytes, registers of 32 bits."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -91,7 +91,7 @@ class Limits:
     cluster_blocks: _Count
 
     def resident_blocks(self, threads: int, shared_bytes: int, registers: int) -> int:
-        """The number of such blocks that an SM holds at once, at least 1. registers: of a thread."""
+        """The number of such blocks that an SM holds at once, at least 1. registers: those of a thread."""
         granted = -(-registers // _REGISTER_GRANULE) * _REGISTER_GRANULE
         return max(
             1,
@@ -106,7 +106,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Model:
-    """What the cost model knows of a typical device of the target. Times in microseconds, or in cycles of an SM."""
+    """A typical device of the target, in numbers for the cost model. Times in microseconds, or in cycles of an SM."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -169,7 +169,7 @@ class Arch:
         return "dependent_launch" in self.features
 
     def narrowed(self, only: Mapping[str, Sequence[KnobValue]]) -> Arch:
-        """The same target, of which fewer values are searched: those in `only`, for each knob that it names.
+        """The same target with fewer values to search: those in `only`, for each knob that it names.
 
         Values keep their order. Raises `UsageError` where a knob is unknown, or a value not searched, or there is none.
         """
@@ -225,8 +225,8 @@ def write_archs() -> None:
 
 
 def read_arch(path: Path) -> Arch:
-    """Read and check one file. Raises `UsageError` with the file, the key, its value and what was expected, or where
-    the file's name is none of an arch."""
+    """Read and check one file. Raises `UsageError` with the file, the key, its value and what was expected, or if
+    the file's name is not that of an arch."""
     from pydantic import TypeAdapter, ValidationError  # here, as YAML below: whoever has an arch needs neither
 
     check_arch(path.stem)
@@ -251,7 +251,7 @@ def read_arch(path: Path) -> Arch:
 
 
 def _completed(path: Path) -> Any:
-    """What the file says, and what the file says that it is like. The other file must be whole in itself."""
+    """The values of a file, completed by the file that its `like` names. The other file must be whole in itself."""
     values = _read(path)
     if not isinstance(values, dict) or "like" not in values:
         return values

@@ -1,7 +1,7 @@
-"""`Knobs`: what the search may choose, and the plan that a choice means.
+"""`Knobs`: the choices of a search, and the plan that they mean.
 
-Knobs are independent: each may take any of its values, whatever the others are. Which choices are legal together for a
-problem on an arch is said in `hadagen.plan.legality`.
+Knobs are independent: each may take any of its values, whatever the others are. `hadagen.plan.legality` says which
+choices are legal together for a problem on an arch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KnobValue = int | str
 
 @dataclass(frozen=True)
 class Knob:
-    """One knob: all that is said of it, but for what the steps of `steps_of` make of it.
+    """One knob: everything about it, except the steps that `steps_of` makes of it.
 
     values: all that a plan can be built with, in the order of a search, so that the nearest values are neighbours. The
     first is the default. It means a plan without the knob, and is the only legal value where the knob would change
@@ -65,7 +65,7 @@ def _knob(values: tuple[KnobValue, ...], meaning: str, **said: Any) -> Any:
 
 @dataclass(frozen=True, order=True)
 class Knobs:
-    """What the search may choose, in the order in which it is chosen."""
+    """The choices of a search, in the order in which they are made."""
 
     chunks: int = _knob(
         (1, 2, 4, 8, 16),
@@ -178,7 +178,7 @@ class Knobs:
 
     @classmethod
     def like(cls, values: Mapping[str, Any]) -> Knobs:
-        """A stored choice without the knobs that are gone. It may have values that are gone, and is not legal then."""
+        """A stored choice without knobs that no longer exist. It is not legal if a value no longer exists."""
         return cls(**{name: value for name, value in values.items() if name in KNOB_NAMES})
 
     def __str__(self) -> str:
@@ -186,12 +186,12 @@ class Knobs:
 
 
 def are_known(values: Mapping[str, Any]) -> bool:
-    """Whether no knob and no value of a stored choice is gone."""
+    """Whether all knobs and values of a stored choice still exist."""
     return all(value in KNOB_VALUES.get(name, ()) for name, value in values.items())
 
 
 def knobs_text(values: Mapping[str, Any]) -> str:
-    """The knobs that differ from their defaults, as `k=v` pairs. Stored ones may have values that are gone."""
+    """The knobs that differ from their defaults, as `k=v` pairs. Stored knobs may have values that no longer exist."""
     changed = [f"{k}={v}" for k, v in values.items() if v != getattr(Knobs, k, _FORMER.get(k))]
     return " ".join(changed) or "defaults"
 
@@ -257,7 +257,7 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
 
 def _to_codes(problem: Problem, steps: list[Step], folds: bool, turned: bool) -> list[Step]:
     """The steps that quantize; what rounds at the end of `steps` goes if it need not. folds: as `Quantize` says.
-    turned: an mma has left bits of neighbors in lanes, of which one must come back."""
+    turned: an mma has left bits of neighbors in lanes, and one of these bits must come back."""
     form = problem.io.form
     assert form is not None
     if isinstance(steps[-1], Round) and not form.rounds_first:

@@ -147,8 +147,8 @@ class Placement:
     def standard(
         cls, vector_bits: int, chunk_bits: int, warp_bits: int, cta_bits: int, odd_warps: int = 1
     ) -> Placement:
-        """As loaded in vectors of 2^vector_bits elements (2 or 3): 256-element chunks, then warps, of which there are
-        `odd_warps` times a power of two, then blocks."""
+        """The placement of a tile that is loaded in vectors of 2^vector_bits elements (2 or 3): chunks of 256 elements,
+        then warps (`odd_warps` times a power of two), then blocks."""
         in_thread = (PAIR, reg(0), reg(1))
         places = (
             *in_thread[:vector_bits],
@@ -170,7 +170,7 @@ class Placement:
         return tuple(axis.radix for axis in self.axes.values())
 
     def moved(self, moves: Mapping[Place, Place]) -> Placement:
-        """What was at place p is now at `moves[p]`; places not named keep what they hold.
+        """The axis at place p moves to `moves[p]`; places that are not named keep their axes.
 
         Raises `ValueError` if an axis comes to a place of another radix, or two axes to one place.
         """
@@ -184,7 +184,7 @@ class Placement:
         return sum(coordinates.get(place, 0) * axis.stride for place, axis in self.axes.items())
 
     def digits_of(self, kind: str, first: int = 0) -> dict[Axis, Axis]:
-        """Digit → axis that lives there. Digits are of the number that the places of a kind from `first` on make up."""
+        """Digit → axis that lives there, for the number that the places of a kind make up from `first` on."""
         digits: dict[Axis, Axis] = {}
         stride = 1
         for place, axis in sorted(self.axes.items()):
@@ -210,5 +210,5 @@ def scatter(name: str, digits: Mapping[Axis, Axis]) -> str:
 
 
 def add(*terms: str) -> str:
-    """C expression of the sum of those that are not empty."""
+    """C expression of the sum of the terms that are not empty."""
     return " + ".join(filter(None, terms))

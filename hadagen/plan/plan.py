@@ -61,7 +61,7 @@ class Plan(Draft):
 
     @cached_property
     def arithmetic(self) -> str:
-        """What names its arithmetic: plans of a problem with the same name give the same bits on one GPU arch."""
+        """The name of its arithmetic: plans of a problem with the same name give the same bits on one GPU arch."""
         said = [each for at, step in enumerate(self.steps) if (each := step.arithmetic(self, at))]
         return hashlib.sha256(repr((self.scale_form.value, said)).encode()).hexdigest()[:ARITHMETIC_DIGITS]
 

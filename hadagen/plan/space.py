@@ -60,7 +60,7 @@ def build_plan(problem: Problem, knobs: Knobs, arch: Arch) -> Plan:
 
 @dataclass(frozen=True)
 class SpaceReport:
-    """The number of choices, of legal ones, and of those that each reason rules out (the first that applies)."""
+    """The number of choices, of legal choices, and of choices that each reason rules out (the first that applies)."""
 
     total: int
     legal: int
@@ -191,7 +191,7 @@ class Space:
 
     @cached_property
     def _rules(self) -> dict[tuple[str, KnobValue], list[Why]]:
-        """What can be checked once a knob has a value."""
+        """(Knob, value) → the rules that can be checked once the knob has this value."""
         found: dict[tuple[str, KnobValue], list[Why]] = defaultdict(list)
         for rule in rules_for(self.problem, self.arch):
             for value in rule.values:

@@ -1,1 +1,1 @@
-"""What is asked, and what is known of an answer: the terms that all other rooms use. No hardware, no choice."""
+"""Questions and answers: problems, formats, launches and trials, in the terms of all other rooms. No hardware."""

@@ -1,5 +1,5 @@
-"""`LaunchSpec`: how a compiled kernel is launched, derived from a plan once, then only read. `Source`: what it is
-compiled from."""
+"""`LaunchSpec`: how a compiled kernel is launched, derived from a plan once, then only read. `Source`: the text that it
+is compiled from."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ARITHMETIC_DIGITS = 12
 
 
 class RowShape(NamedTuple):
-    """How the rows of a call lie in memory: the first `columns` ≤ n elements of each are there, x's rows `x_pitch`
-    elements apart and y's `y_pitch`. The rest of a row counts as zeros and is not stored."""
+    """How the rows of a call lie in memory. Each row has its first `columns` ≤ n elements; the other elements count as
+    zeros and are not stored. Rows of x lie `x_pitch` elements apart, and rows of y `y_pitch`."""
 
     columns: int
     x_pitch: int
@@ -56,15 +56,15 @@ class Param:
         return f"{self.kind} {self.name}"
 
 
-# What every kernel takes: input and output, which may be the same; rows · n; and the scale in its `scale_form`.
+# The params of every kernel: input and output, which may be the same; rows · n; and the scale in its `scale_form`.
 PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements"), Param("u32", "scale_word"))
-# What a kernel takes too if its rows may be shorter than n and have gaps: the fields of a `RowShape`.
+# More params of a kernel whose rows may be shorter than n and have gaps: the fields of a `RowShape`.
 ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
-# The kinds of params, of which kernels have had their digests from the start.
+# The two lists of params that kernels had at first. A flag stands for them in digests.
 _FIRST_PARAMS = (PARAMS, (*PARAMS, *ROW_PARAMS))
 
 
-ENTRY = "hadagen_kernel"  # the name of every kernel once compiled, so that equal ones have equal code
+ENTRY = "hadagen_kernel"  # the name of every kernel once compiled, so that equal kernels have equal code
 # Positions of the two arguments that differ from launch to launch.
 X, Y = 0, 1
 
@@ -75,7 +75,7 @@ class LaunchSpec:
 
     A *tile* is what one cluster (of `cluster` blocks) transforms at a time: `tile_elements` elements of whole rows.
 
-    Raises `ValueError` for what no GPU can launch, and for params that do not begin with `PARAMS`.
+    Raises `ValueError` for values that no GPU can launch, and for params that do not begin with `PARAMS`.
     """
 
     threads: int
@@ -88,7 +88,7 @@ class LaunchSpec:
     # Its blocks may start while the kernel before it in the stream ends (programmatic dependent launch, CUDA C++
     # Programming Guide); they wait for that end themselves before they touch global memory.
     starts_early: bool = False
-    # Names what it computes bit by bit: kernels of a problem with the same name give the same results. "" if that is
+    # The name of its arithmetic: kernels of a problem with the same name give the same bits. "" if that is
     # not known, as of kernels that an earlier hadagen made.
     arithmetic: str = ""
 
@@ -110,7 +110,7 @@ class LaunchSpec:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it takes a `RowShape`. If not, rows have n elements and no gaps."""
+        """Whether the kernel takes a `RowShape`. If not, rows have n elements and no gaps."""
         return set(ROW_PARAMS) <= set(self.params)
 
     def arguments(
@@ -118,7 +118,7 @@ class LaunchSpec:
     ) -> list[int]:
         """The value of each of `params`; x and y are 0, because they differ from launch to launch.
 
-        elements: rows · n. scale: of a size within `scale_form.range`. rows: for kernels that read them. operands:
+        elements: rows · n. scale: within `scale_form.range` in magnitude. rows: for kernels that read them. operands:
         name → device address or number, for all other params. Raises `UsageError` if one is missing.
         """
         known = {"x": 0, "y": 0, "elements": elements, "scale_word": scale_word(self.scale_form, scale)}
@@ -171,5 +171,5 @@ class Source:
 
     @property
     def text_to_compile(self) -> str:
-        """The text with the kernel called `ENTRY`."""
+        """The text with the kernel renamed to `ENTRY`."""
         return re.sub(rf"\b{re.escape(self.entry)}(?=\()", ENTRY, self.text)

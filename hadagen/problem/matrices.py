@@ -1,4 +1,4 @@
-"""Named Hadamard matrices, and which of them make up a row of n elements.
+"""Named Hadamard matrices, and the rules that choose the matrices for a row of n elements.
 
 A row of n = K1 · K2 · … · 2^m elements is rotated by the Kronecker product of matrices of the orders K1, K2, … (the
 first belongs to the slowest index) and Sylvester's matrix of order 2^m. A *name* stands for a set of matrices and for
@@ -105,7 +105,7 @@ _CONSTRUCTED = {
 }
 # The order in which QuaRot tries; SpinQuant's 44 and QuIP#'s 124 and 116 stand where these try them.
 _QUAROT_ORDERS = (172, 156, 140, 124, 116, 108, 60, 52, 36, 28, 44, 40, 20, 12)
-# What one matrix, and each of two matrices, may have as order in the rule of `auto`.
+# In the rule of `auto`: the orders that a single matrix may have, and that each of two matrices may have.
 _LARGEST = 256
 _LARGER = 428
 
@@ -191,7 +191,7 @@ def find_matrix(name: str, order: int) -> Matrix:
 
 
 def check_name(name: str) -> None:
-    """Raises `UsageError` if it is none of `NAMES`."""
+    """Raises `UsageError` unless the name is one of `NAMES`."""
     if not isinstance(name, str) or name not in NAMES:
         raise UsageError(f"matrix {shown(name)} is neither a known name nor a K×K tensor; {choice(name, NAMES)}")
 
@@ -275,7 +275,7 @@ def _given_orders(name: str, n: int, k: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _advice(name: str, n: int) -> str:
-    """What gives n, or the next n that something gives."""
+    """Advice for an n without matrices: a name and orders that give n, or the next n that `auto` gives."""
     orders = auto_orders(n)
     if orders is not None:
         rest = n // prod(orders)
@@ -284,7 +284,7 @@ def _advice(name: str, n: int) -> str:
     for order in _CONSTRUCTED:  # which the rule of auto does not take
         if n % order == 0 and _is_power_of_two(n // order):
             return f"give k={order}" if name == "auto" else f"auto with k={order} gives it"
-    # What auto gives has an odd part below 2^12.
+    # An n that auto gives has an odd part below 2^12.
     step = 1 << max(n.bit_length() - 12, 0)
     following = n - n % step + step
     while auto_orders(following) is None:

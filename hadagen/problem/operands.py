@@ -1,10 +1,11 @@
 """`Operand`: a tensor that a kernel takes besides x and y. All that handles operands is a loop over `operands_of`.
-`Prologue`: what a kernel does to the values of rows before the transform, with operands of its own."""
+`Prologue`: a change of the values of rows before the transform, in the same kernel, with operands of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError, choice, shown
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # Name of an operand → its values: "matrix", its entries [order, order]; "signs_before" and "signs_after", as the params
-# of these names; "tensor_scale", float32 with an element for each head, or one. Signs that are not there are none.
+# of these names; "tensor_scale", float32 with an element for each head, or one. A name without a value means no signs.
 OperandValues = Mapping[str, "NDArray[Any]"]
 
 
@@ -53,10 +54,10 @@ class Operand:
 
 
 class Prologue:
-    """What happens to the values of rows before signs and transform, in the same kernel.
+    """A change of the values of rows before signs and transform, in the same kernel.
 
     name: a name for keys of problems, of lower-case letters and underscores.
-    operands: what it takes besides x. Those that it writes are like x.
+    operands: its operands besides x. Operands that it writes are like x.
     """
 
     name: str
@@ -69,9 +70,9 @@ class Prologue:
     def results(
         self, x: torch.Tensor, values: Mapping[str, torch.Tensor], dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Its formula in PyTorch: "x", the values to transform, and what it writes, by name.
+        """Its formula in PyTorch. Returns "x", the values to transform, and the operands that it writes, by name.
 
-        x: float32 or float64 [rows, n]. values: of the operands that it reads, by name, of x's type: like x, or [n].
+        x: float32 or float64 [rows, n]. values: the operands that it reads, by name, of x's type: like x, or [n].
         All are numbers that `dtype` holds, as x and y have it in memory; `rounded` rounds to it. The function must be
         differentiable in all of them.
         """
@@ -79,12 +80,12 @@ class Prologue:
 
     @property
     def read(self) -> list[str]:
-        """The names of what it reads besides x, in order."""
+        """The names of the operands that it reads, in order."""
         return [each.name for each in self.operands if not each.is_written]
 
     @property
     def written(self) -> list[str]:
-        """The names of what it writes, in order."""
+        """The names of the operands that it writes, in order."""
         return [each.name for each in self.operands if each.is_written]
 
 
@@ -134,7 +135,7 @@ def prologue_of(problem: Problem) -> Prologue | None:
 
 
 def check_prologue(name: Any) -> None:
-    """Raises `UsageError` for what neither names a prologue nor is "", which is none."""
+    """Raises `UsageError` for a name that is neither that of a prologue nor "", which means no prologue."""
     if not isinstance(name, str) or (name and name not in PROLOGUES):
         raise UsageError(f"prologue {shown(name)} is not known; {choice(name, PROLOGUES) if PROLOGUES else 'none is'}")
 
@@ -162,20 +163,15 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     return padded.view(count, 2, 8, count, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6).flatten()
 
 
-def _has_matrix(problem: Problem) -> bool:
-    return problem.transform.has_matrix
-
-
 def _packed_matrix(problem: Problem, matrix: NDArray[Any]) -> NDArray[Any]:
     import torch
 
-    packed: NDArray[Any] = pack_matrix(torch.from_numpy(matrix.copy())).numpy()
-    return packed
+    return pack_matrix(torch.from_numpy(matrix.copy())).numpy()
 
 
 def _random_matrix(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
-    """Few entries are 0. Rows are no more orthogonal than random ones, and the matrix is not symmetric, so that
-    transposed it gives another result."""
+    """A matrix with few zeros. Its rows are no more orthogonal than random rows, and it is not symmetric, so that the
+    transposed matrix gives another result."""
     return random.choice((-1, 0, 1), (problem.order, problem.order), p=(0.48, 0.04, 0.48))
 
 
@@ -183,10 +179,6 @@ def _random_matrix(problem: Problem, units: int, random: np.random.Generator) ->
 def _random_signs(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
     """n bits; bit i % 8 of byte i / 8 is 1 where sign i is −1."""
     return random.integers(0, 256, -(-problem.n // 8), "uint8")
-
-
-def _is_signed(problem: Problem) -> bool:
-    return problem.transform.signed
 
 
 # ---- what a kernel that quantizes takes ------------------------------------------------------------------------------
@@ -213,7 +205,7 @@ def _numbers_of_layout(problem: Problem) -> tuple[Param, ...]:
 
 def sample_scales(form: Format, heads: int) -> NDArray[Any]:
     """Scales that a call may give for values near 1, float32: one without a dimension, or one for each of so many
-    heads, of which neighbors have different ones."""
+    heads; neighboring heads have different scales."""
     import numpy as np
 
     if not form.by_head:
@@ -227,12 +219,15 @@ def _sample_scales(problem: Problem, units: int, random: np.random.Generator) ->
     return sample_scales(problem.io.form, units).reshape(-1)
 
 
-MATRIX = Operand("matrix", _has_matrix, _random_matrix, _packed_matrix)
-SIGNS = tuple(Operand(name, _is_signed, _random_signs, is_optional=True) for name in ("signs_before", "signs_after"))
+MATRIX = Operand("matrix", attrgetter("transform.has_matrix"), _random_matrix, _packed_matrix)
+SIGNS = tuple(
+    Operand(name, attrgetter("transform.signed"), _random_signs, is_optional=True)
+    for name in ("signs_before", "signs_after")
+)
 SCALES = Operand("scales", _has_scales, None, numbers=_numbers_of_layout)
 TENSOR_SCALE = Operand("tensor_scale", _needs_scale, _sample_scales, numbers=_numbers_of_heads)
 OPERANDS = (MATRIX, *SIGNS, SCALES, TENSOR_SCALE)
-# Kernels take `PARAMS` first, then others in this order, then those of operands that are not here.
+# Kernels take `PARAMS` first, then other params in this order, then the params of operands that are not listed here.
 _NUMBERS = "units_in_head", "scales_in_row", "scale_pitch"
 _NAMES = *(param.name for param in ROW_PARAMS), *(operand.name for operand in OPERANDS), *_NUMBERS
 _ORDER = {name: at for at, name in enumerate(_NAMES)}
@@ -246,7 +241,7 @@ def operands_of(problem: Problem) -> list[Operand]:
 
 
 def params_for(problem: Problem, operands: Iterable[Operand] | None = None) -> tuple[Param, ...]:
-    """What the kernels of a problem take; of these operands, if any are given."""
+    """The params of the kernels of a problem. operands: the operands to choose from; by default all that are known."""
     known = operands_of(problem) if operands is None else operands
     taken = [each for each in dict.fromkeys(known) if each.is_taken(problem)]
     others = [param for each in taken for param in (each.param, *each.numbers(problem))]

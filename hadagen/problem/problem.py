@@ -21,7 +21,7 @@ from hadagen.problem.formats import FORMATS, ROW, Element, Format
 MAX_LOG2_N = 17
 # Of the matrix of a transform.
 MAX_ORDER = 428
-# The least order of H beside a matrix for which there are kernels.
+# The least order of H for which there are kernels with a matrix.
 LEAST_LENGTH = 8
 # The least elements of a group with one scale: those of a vector of 8-bit codes.
 LEAST_GROUP = 16
@@ -104,15 +104,17 @@ class Transform:
     def __post_init__(self) -> None:
         most = 1 << MAX_LOG2_N
         if not _is_size(self.order, 1, MAX_ORDER):
-            said = f"order = {shown(self.order)} is not supported"
-            raise UsageError(f"{said}; the order of a matrix is from 1 to {MAX_ORDER}")
+            raise UsageError(
+                f"order = {shown(self.order)} is not supported; the order of a matrix is from 1 to {MAX_ORDER}"
+            )
         for name in ("signed", "swapped"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"{name} = {shown(value)} is not supported; give True or False")
         times = f"{self.order} times " if self.has_matrix else ""
         if not _is_size(self.n, 1, most) or self.n % self.order or self.length & (self.length - 1):
-            said = f"n = {shown(self.n)} is not supported"
-            raise UsageError(f"{said}; n must be {times}a power of two, and from 2 to {most}")
+            raise UsageError(
+                f"n = {shown(self.n)} is not supported; n must be {times}a power of two, and from 2 to {most}"
+            )
         if self.swapped and (self.has_matrix or self.n.bit_length() % 2 == 0 or self.n == 1):
             raise UsageError(
                 f"swapped bits of n = {self.n} are not supported; n must be a power of four, without a matrix"
@@ -147,7 +149,7 @@ def _is_size(value: Any, least: int, most: int) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Io:
-    """What a transform reads and writes, and how often it may round in between. `fast` means `accurate` for float32,
+    """The input and output of a transform, and how often it may round in between. `fast` means `accurate` for float32,
     and for float16 that is quantized, because rounded sums could leave its range.
 
     output: the type of the input, or the format in which the result is quantized. Its key will do.
@@ -248,24 +250,23 @@ class Problem:
         to: a format as in a `key`, or its name as in `hadagen.rotate_quantize`; with the name, group, rule, layout and
             round_first as there, and the elements of the rows of x as columns, by default n.
         """
+        output: Any = dtype if to is None else to
+        transform = Transform(n, order, signed, swapped)
         is_key = isinstance(to, str) and to not in FORMATS and "_" in to
         if to is not None and not isinstance(to, Format) and not is_key:
-            transform = Transform(n, order, signed, swapped)
             columns = n if columns is None else columns
             if not _is_size(columns, 1, (1 << 63) - 1) or columns % n:
                 raise UsageError(f"columns = {shown(columns)} is not supported; rows are a multiple of n = {n}")
             if not isinstance(round_first, bool):
                 raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
-            form = Format.choose(to, group, rule, layout).for_rows(columns, round_first)
-            return cls(transform, Io(dtype, form, numerics, rows), prologue)  # type: ignore[arg-type]  # it converts
-        check_no_format(columns, group, rule, layout, round_first)
-        output: Any = dtype if to is None else to
-        io = Io(dtype, output, numerics, rows)  # type: ignore[arg-type]
-        return cls(Transform(n, order, signed, swapped), io, prologue)
+            output = Format.choose(to, group, rule, layout).for_rows(columns, round_first)
+        else:
+            check_no_format(columns, group, rule, layout, round_first)
+        return cls(transform, Io(dtype, output, numerics, rows), prologue)  # type: ignore[arg-type]  # it converts
 
     @classmethod
     def parse(cls, key: str) -> Problem:
-        """The problem of a `key`. Raises `UsageError` where it is none."""
+        """The problem of a `key`. Raises `UsageError` for any other text."""
         if found := _parsed(key) if isinstance(key, str) else None:
             return found
         raise UsageError(f"{shown(key)} names no problem; write one such as n4096-float16-fast or n64-float32-accurate")
@@ -296,12 +297,12 @@ class Problem:
 
     @property
     def unit(self) -> int:
-        """Elements of what a tile holds whole: a row, or what is quantized together if that is longer."""
+        """The elements that a tile holds whole: a row, or those that are quantized together if these are more."""
         return max(self.n, self.io.form.group, LEAST_GROUP) if self.io.form else self.n
 
     @property
     def odd_factor(self) -> int:
-        """The odd factor of `unit` where there is no matrix: a tile has that many warps, times a power of two."""
+        """The odd factor of `unit`; 1 with a matrix. A tile has this number of warps, times a power of two."""
         return 1 if self.transform.has_matrix else self.unit // (self.unit & -self.unit)
 
     @property
@@ -312,7 +313,8 @@ class Problem:
     @property
     def parent(self) -> Problem | None:
         """The problem whose winners are the first guess for this one: the same with contiguous rows, without swapped
-        bits, without a format, without signs, or without a prologue. None if nothing of that applies, or if n is 1."""
+        bits, without a format, without signs, or without a prologue. None if none of these applies, or if only
+        the format could be left out and n is 1."""
         if self.prologue:
             return replace(self, prologue="")
         if self.io.rows is not Rows.CONTIGUOUS:
@@ -329,8 +331,8 @@ class Problem:
 
     @property
     def _has_steps_to_round_between(self) -> bool:
-        """Of a result that is quantized: whether there are two mma for H, an exchange, or H and a matrix. H beside a
-        matrix is rounded in no other way than to 16 bits."""
+        """Whether a kernel that quantizes has steps to round between: two mma for H, an exchange, or H and a matrix.
+        Between H and a matrix, values are rounded in no other way than to 16 bits."""
         if self.transform.has_matrix:
             return self.bits > 0 and not (self.io.form and self.io.form.rounds_first)
         return self.bits >= _BITS_OF_TWO_MMA
@@ -357,23 +359,20 @@ class Problem:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
         if self.keeps_16_bits and self.io.input is not DType.FLOAT32:
             return CODES_BOUND
-        if not self.may_round_often:
-            return ACCURATE_BOUND[self.io.input]
-        return _SAMPLED * self._fast_error
+        return self._usual_error * (_SAMPLED if self.may_round_often else 1.0)
 
     @property
     def roundings(self) -> float:
         """How many roundings of a 16-bit value may add up. They are independent, so the squares of their errors add."""
         dtype = self.io.input
-        if dtype is DType.FLOAT32:
-            return 0.0
-        if not self.may_round_often:
-            return (ACCURATE_BOUND[dtype] / ROUNDING_ERROR[dtype]) ** 2
-        return (self._fast_error / ROUNDING_ERROR[dtype]) ** 2
+        return 0.0 if dtype is DType.FLOAT32 else (self._usual_error / ROUNDING_ERROR[dtype]) ** 2
 
     @property
-    def _fast_error(self) -> float:
-        """The error of what `fast` kernels are compared with: HadaCore's, or with a matrix, of two roundings."""
+    def _usual_error(self) -> float:
+        """The error that kernels are compared with: if they may round often, that of HadaCore, or with a matrix, of two
+        roundings."""
+        if not self.may_round_often:
+            return ACCURATE_BOUND[self.io.input]
         if self.transform.has_matrix:
             return ROUNDING_ERROR[self.io.input] * 2**0.5
         errors = HADACORE_ERROR[self.io.input]
@@ -440,13 +439,13 @@ def check_no_format(columns: Any, group: Any, rule: Any, layout: Any, round_firs
 
 
 def difference(one: Problem, other: Problem) -> float:
-    """How far two transforms are apart, to find kernels that may be good for both: by how many times two their matrices
-    and the lengths of H differ."""
+    """The distance of two transforms, to find kernels that may be good for both: |log2| of the ratio of their orders
+    plus |log2| of the ratio of the lengths of H."""
     return abs(log2(one.order / other.order)) + abs(log2(one.length / other.length))
 
 
 def padded_length(columns: int) -> int:
-    """The least power of two that is no less than `columns`, which is at least 1: what such rows are padded to."""
+    """The length to which rows of `columns` ≥ 1 elements are padded: the least power of two that is not below it."""
     return 1 << (columns - 1).bit_length()
 
 

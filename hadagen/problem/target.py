@@ -32,11 +32,11 @@ _ARCH_OF = {model: arch for arch, models in _MODELS.items() for model in models.
 def check_arch(name: object) -> None:
     """The one rule for names of archs: sm and the compute capability, in two or three digits. Raises `UsageError`."""
     if not isinstance(name, str) or not re.fullmatch("sm[1-9][0-9]{1,2}", name):
-        raise UsageError(f"arch {shown(name)} is not one; write sm and the compute capability, for instance sm90")
+        raise UsageError(f"arch {shown(name)} is no valid name; write sm and the compute capability, for instance sm90")
 
 
 def known_archs() -> list[str]:
-    """Names of the targets that kernels are made for, of which `ARCH_DIRECTORY` has a file each, oldest first."""
+    """Names of the targets that kernels are made for, oldest first. `ARCH_DIRECTORY` has a file for each."""
     return sorted((path.stem for path in ARCH_DIRECTORY.glob("*.yaml")), key=generation)
 
 

@@ -1,4 +1,4 @@
-"""What is known of a variant: the compiled `Kernel`, and the `Trial` that says how it did on a device."""
+"""The results of a variant: the compiled `Kernel`, and the `Trial` that says how it did on a device."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one launch in microseconds, beside the copy kernel's over the same bytes in the same process.
+    """Times of one launch in microseconds: of the kernel, and of a copy of the same bytes in the same process.
 
     `elements` is rows · n; the rows are `timed_rows` of the problem.
     """
@@ -93,13 +93,12 @@ class Timing:
 
 
 def kernel_digest(cubin: bytes, launch: LaunchSpec) -> str:
-    """What names a kernel: SHA-256 of its code and of how it is launched. Equal ones do the same in the same time."""
+    """The name of a kernel: SHA-256 of its code and launch. Kernels with equal names do the same in the same time."""
     return hashlib.sha256(cubin + json.dumps(launch.digested(), sort_keys=True).encode()).hexdigest()
 
 
 def recipe_digest(problem: Problem, knobs: Mapping[str, Any], launch: LaunchSpec) -> str:
-    """What names a kernel that is only compiled where it is called: SHA-256 of what it is made from, and of how it is
-    launched."""
+    """The name of a kernel that is only compiled where it is called: SHA-256 of its problem, knobs and launch."""
     said = {"problem": problem.key, "knobs": dict(knobs), "launch": launch.digested()}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -118,11 +117,11 @@ class Kernel:
     registers: int
     spill_bytes: int
     nvcc: str  # the compiler: "13.0.88" is an nvcc, "nvrtc 13.0.88" an NVRTC, "ptxas 12.9.86" the assembler of its PTX
-    static_shared_bytes: int = 0  # of one block, beside launch.shared_bytes
+    static_shared_bytes: int = 0  # of one block, besides launch.shared_bytes
 
     def check(self) -> None:
-        """Raises `ValueError` where it is not what was compiled: its digest is not that of its code and launch, or its
-        entry is no name. For a kernel that was read, with its cubin."""
+        """Check a kernel that was read, with its cubin. Raises `ValueError` if its digest is not that of its code and
+        launch, or its entry is no name."""
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.entry):
             raise ValueError(f"the entry {self.entry!r:.40} of a kernel is no identifier")
         if self.digest != kernel_digest(self.cubin, self.launch):
@@ -131,8 +130,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class NotTried:
-    """Takes the place of what would be said of a variant, had its compiler not died for a `reason` that may pass, such
-    as "nvcc was killed by signal 9"."""
+    """Takes the place of a result: the compiler of the variant died for a `reason` that may pass, such as "nvcc was
+    killed by signal 9"."""
 
     reason: str
 
@@ -166,7 +165,7 @@ class Trial:
     seconds: float = 0.0  # wall time the trial took
 
     def __post_init__(self) -> None:
-        # What a compiler says may quote a name that is no UTF-8, of which Python makes lone surrogates: no file and no
+        # A compiler may quote a name that is no UTF-8, and Python makes lone surrogates of such a name: no file and no
         # database takes these, so escapes take their place.
         if isinstance(self.detail, str) and not self.detail.isascii():
             object.__setattr__(self, "detail", self.detail.encode("utf-8", "backslashreplace").decode())

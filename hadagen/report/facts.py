@@ -1,4 +1,4 @@
-"""What is in a source, in plain tables: its head, errors, failures, environments and winners."""
+"""The contents of a source as plain tables: its head, errors, failures, environments and winners."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DETAIL_LENGTH = 240
 
 @dataclass(frozen=True)
 class Head:
-    """What a source is of. outcomes: outcome → number of trials, the most frequent first. first, last: dates of trials,
-    or of winners if there are no trials."""
+    """The devices of a source, its counts and its dates. outcomes: outcome → number of trials, the most frequent first.
+    first, last: dates of trials, or of winners if there are no trials."""
 
     archs: tuple[str, ...]
     gpus: tuple[str, ...]
@@ -71,8 +71,8 @@ class ErrorPoint:
 
 
 def error_points(source: Source) -> list[ErrorPoint]:
-    """By series and n: of the winners, and of all trials that are ok. An error of 0 or one that is not finite is left
-    out, because no logarithmic axis has a place for it."""
+    """The errors of the winners and of all ok trials, by series and n. An error that is 0 or not finite is left out,
+    because no logarithmic axis has a place for it."""
     errors: dict[Problem, dict[object, float]] = defaultdict(dict)
     right: Iterable[Trial | BundleEntry] = (trial for trial in source.trials if trial.outcome is Outcome.OK)
     for each in (*source.winners, *right):
@@ -99,7 +99,7 @@ def outcomes_by_series(trials: Iterable[Trial]) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Failure:
-    """Trials that failed alike. detail, problem, knobs: those of the first of them."""
+    """Trials that failed alike. detail, problem, knobs: those of the first trial."""
 
     outcome: str
     trials: int
@@ -139,7 +139,7 @@ def environments(source: Source) -> list[tuple[Environment, int]]:
 
 @dataclass(frozen=True)
 class WinnerRow:
-    """A line of the table of winners. fraction: of copy. error: None for an estimate that never ran."""
+    """A line of the table of winners. fraction: fraction of copy. error: None for an estimate that never ran."""
 
     problem: str
     device: str
@@ -155,7 +155,7 @@ class WinnerRow:
 
 
 def winner_rows(winners: Iterable[BundleEntry]) -> list[WinnerRow]:
-    """By problem, device, destination and elements. `knobs` names those that differ from their defaults."""
+    """A row for each winner, in their order. `knobs` has the knobs that are not defaults."""
     return [
         WinnerRow(
             entry.problem.key,

@@ -1,4 +1,4 @@
-"""The effect of each knob: how near to the best the trials come that have each of its values."""
+"""The effect of each knob: for each of its values, how near to the best the trials with that value come."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ValueEffect:
 @dataclass(frozen=True)
 class KnobEffect:
     """importance: the share of the variance of log(score) within problems that the values of the knob explain by
-    themselves, from 0 to 1, less what chance explains (epsilon squared)."""
+    themselves, from 0 to 1, less the share that chance explains (epsilon squared)."""
 
     knob: str
     importance: float
@@ -59,7 +59,7 @@ class Effects:
 
 def knob_effects(searches: Iterable[Search]) -> dict[tuple[str, str], Effects]:
     """(problems, regime) → the effects. Problems are `ALL_PROBLEMS`, or those of one type and numerics where there are
-    several; regimes are `SCOPES`. Left out where fewer than `LEAST_TRIALS` were timed."""
+    several; regimes are `SCOPES`. A pair with fewer than `LEAST_TRIALS` timed trials is left out."""
     searches = list(searches)
     names = sorted({series_name(search.problem) for search in searches})
     found = {}
@@ -116,8 +116,8 @@ def _value_effect(value: str, points: Sequence[tuple[float, float]], failed: int
 
 
 def _share_explained(groups: Sequence[Sequence[float]]) -> float:
-    """Epsilon squared of a one-way analysis of variance: what the means of groups explain, less what they would explain
-    by chance, as a share of the variance; 0 to 1."""
+    """Epsilon squared of a one-way analysis of variance: the share of the variance, 0 to 1, that the means of groups
+    explain, less the share that they would explain by chance."""
     values = [value for group in groups for value in group]
     mean = fsum(values) / len(values)
     total = fsum((value - mean) ** 2 for value in values)

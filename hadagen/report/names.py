@@ -8,7 +8,7 @@ from hadagen.errors import printable
 from hadagen.problem.formats import FORMATS, Format, Layout
 from hadagen.problem.problem import Problem, Rows
 
-# Of the types and numerics of a problem, in the order of their colours.
+# The names of series, by type and numerics of a problem, in the order of their colours.
 SERIES = ("float16 accurate", "float16 fast", "bfloat16 accurate", "bfloat16 fast", "float32 accurate")
 
 
@@ -24,7 +24,7 @@ def short_text(text: str, most: int = _LONGEST) -> str:
 
 
 def device_name(gpu: str, arch: str) -> str:
-    """Such as "NVIDIA H200 (sm90)"; "estimated for sm80" where no GPU ran."""
+    """The name of a device, such as "NVIDIA H200 (sm90)"; "estimated for sm80" where no GPU ran."""
     return short_text(f"{gpu} ({arch})" if gpu else f"estimated for {arch}")
 
 
@@ -35,7 +35,7 @@ def series_name(problem: Problem) -> str:
 
 @lru_cache(maxsize=1024)
 def kind_name(problem: Problem) -> str:
-    """All that a problem computes but n, type and numerics: "contiguous rows", "with a matrix, signed, to int8-row"."""
+    """The kind of a problem, without n, type and numerics: "contiguous rows", "with a matrix, signed, to int8-row"."""
     of, form = problem.transform, problem.io.form
     rows = "pitched rows" if problem.io.rows is Rows.PITCHED else PLAIN
     parts = ["rows with a matrix" if of.has_matrix else rows]
@@ -44,7 +44,7 @@ def kind_name(problem: Problem) -> str:
 
 
 def format_name(form: Format) -> str:
-    """Its name, and what of it may be chosen and is not the default. The length of rows is not named."""
+    """The name of a format, and its options that are not the default. The length of rows is not named."""
     known = FORMATS[form.name]
     parts = [form.name]
     parts += [f"groups of {form.group}"] if len(known.groups) > 1 and form.group in known.groups else []
@@ -54,13 +54,13 @@ def format_name(form: Format) -> str:
 
 
 def size_name(problem: Problem) -> str:
-    """Its n, and what else of its size the kind leaves open: "4096", "14336 = 28 · 512", "128 in rows of 4096"."""
+    """The n of a problem, with its factors or the length of rows: "4096", "14336 = 28 · 512", "128 in rows of 4096"."""
     size = problem.transform.size
     return f"{size} in rows of {problem.unit}" if problem.unit > problem.n and problem.n > 1 else size
 
 
 def short_count(elements: int) -> str:
-    """Such as 64K, 1.5M or 14336."""
+    """A number of elements as text, such as 64K, 1.5M or 14336."""
     for size, suffix in ((1 << 20, "M"), (1 << 10, "K")):
         if elements >= size and elements * 8 % size == 0:
             return f"{elements / size:g}{suffix}"

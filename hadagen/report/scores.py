@@ -1,4 +1,4 @@
-"""The times of trials beside the best of their problem, cell by cell: what effects of knobs and curves are made of."""
+"""Speeds of trials as fractions of the best of their problem: the data of the curves and of the effects of knobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Source`: what a report is of, a tuning database or a bundle, read into memory."""
+"""`Source`: the subject of a report, a tuning database or a bundle, read into memory."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hadagen.tuning_db.bundle import BundleEntry
 
 @dataclass(frozen=True, order=True)
 class Shown:
-    """What the selectors of a chart choose: a device, what is computed, and a destination."""
+    """A choice in the selectors of a chart: a device, a kind of problem, and a destination."""
 
     device: str
     kind: str
@@ -34,7 +34,7 @@ class OverN:
     regime: str
     n: list[int] = field(default_factory=list)
     fraction: list[float] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # over how many times the mean is
+    sizes: list[int] = field(default_factory=list)  # the number of times in each mean
     joined: bool = True  # whether neighbors differ in n only; not with matrices, whose orders differ too
 
 
@@ -42,8 +42,8 @@ class OverN:
 class OverSizes:
     """The winners of one problem in one regime of the cache, by elements (rows · n), ascending.
 
-    us: microseconds of one launch. regime: of `regimes.REGIMES`; "" for times that name no winner. l2_elements: up to
-    which data fits in half of L2; 0 where the size of L2 is not known.
+    us: microseconds of one launch. regime: one of `regimes.REGIMES`, or "" for times that name no winner. l2_elements:
+    the elements that fit in half of L2; 0 where the size of L2 is not known.
     """
 
     shown: Shown
@@ -72,7 +72,7 @@ class _Time:
 
     @property
     def regime(self) -> str:
-        """Of `regimes.REGIMES`; "" for a time that names no winner."""
+        """One of `regimes.REGIMES`; "" for a time that names no winner."""
         entry = self.entry
         place = entry.problem, entry.elements, entry.destination
         if entry.environment.l2_bytes and self.is_at_bucket:
@@ -131,7 +131,7 @@ def speed_over_sizes(winners: Iterable[BundleEntry]) -> list[OverSizes]:
 
 
 def _times(winners: Iterable[BundleEntry]) -> Iterator[_Time]:
-    """The times of winners, without those that stand in for others on GPUs that hold no large clusters."""
+    """The times of winners, without winners that replace others on GPUs that hold no large clusters."""
     for entry in winners:
         if not entry.portable:
             yield from (_Time(entry, cache, *times) for cache, times in entry.times.items())

@@ -116,7 +116,7 @@ def _check_use(path: Path) -> None:
 
 
 def _measured_device(device: Any) -> tuple[int, Device]:
-    """The CUDA index of a device, and what it is. Raises `UsageError` or `DeviceError`."""
+    """The CUDA index of a device, and its arch and class. Raises `UsageError` or `DeviceError`."""
     import torch
 
     if not torch.cuda.is_available():
@@ -138,19 +138,13 @@ def _measured_device(device: Any) -> tuple[int, Device]:
 
 
 def _known_knobs(problem: Problem) -> list[Mapping[str, Any]]:
-    """The knobs of all entries of a problem in the bundles there are, or else of its parent, or else of the nearest
-    problem."""
+    """The knobs of all entries of a problem in all bundles; if there are none, those of its parent (or the parent's
+    parent, ...), else of the nearest problem."""
     parents = [problem]
     while parents[-1].parent:
         parents.append(parents[-1].parent)
     tuned = {each for bundle in bundles.known() for each in bundle.problems()}
     for near in (*parents, *nearest_problems(parents[-1], tuned)):
-        found: list[Mapping[str, Any]] = []
-        for bundle in bundles.known():
-            try:
-                found += [entry.knobs for entry in bundle.entries(near)]
-            except StorageError as error:
-                bundles.leave_out(bundle, error)
-        if found:
+        if found := [entry.knobs for bundle in bundles.known() for entry in bundles.entries_of(bundle, near)]:
             return found
     return []

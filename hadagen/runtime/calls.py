@@ -1,5 +1,5 @@
-"""Calls that come again. A `Run` is what a call does. One table remembers the runs of transforms, rotations and
-quantizers, so that a call that comes again costs one look-up and one launch.
+"""Calls that come again. A `Run` is the launch that a call makes. One table remembers the runs of transforms, rotations
+and quantizers, so that a call that comes again costs one look-up and one launch.
 
 A kernel that takes contiguous rows takes them at addresses that are multiples of 16 bytes.
 """
@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_unary
 
+from hadagen.errors import TensorError
 from hadagen.gpu.driver import Launch
 from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
@@ -33,9 +34,9 @@ Range = tuple[int, int]  # addresses: the first, and the first behind the last
 # Needed in every call, so that they are looked up only once.
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-_in_functorch: Any = torch._C._are_functorch_transforms_active
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+in_functorch: Any = torch._C._are_functorch_transforms_active
 _unpack_dual: Any = torch._C._VariableFunctions._unpack_dual
 _next_number = itertools.count().__next__
 
@@ -67,8 +68,8 @@ _EMPTY = {name: _find_empty_strided(name) for name in ("cuda", "cpu")}
 class Run:
     """One launch of a kernel, for all tensors that differ from x in their address only, by a multiple of 16 bytes.
 
-    launch: takes the addresses of x, of each result, and of what else differs from call to call.
-    outputs: what each result is like. Tensors that are written instead are like them too.
+    launch: takes the addresses of x, of each result, and of all other tensors that differ from call to call.
+    outputs: shape, strides and type of each result. Tensors that are written instead have the same.
     of, options: the operator with whose derivative the call comes again, and its options; or the format of codes.
     make_scales: makes the second result; by default it holds any values.
     clears: whether a tensor that takes the last result is filled with zeros first.
@@ -94,7 +95,7 @@ class Run:
         self._alone = torch.cuda.device_count() == 1  # a single device is always current
 
     def new(self, x: int, *others: int) -> Any:
-        """The result, or a tuple of the results, for x at this address. others: what the launch takes last."""
+        """The result, or a tuple of the results, for x at this address. others: the last arguments of the launch."""
         device = self.device
         if not (self._alone or streams.current_device() == device):
             with torch.cuda.device(device):
@@ -111,7 +112,7 @@ class Run:
         return result
 
     def into(self, out: Sequence[torch.Tensor], *addresses: int) -> None:
-        """The same into tensors. addresses: of x, of the tensors, and then as for `new`."""
+        """Write the results into tensors. addresses: those of x and of the tensors, and then `others` of `new`."""
         if self._clears:
             out[-1].zero_()
         increment_version(out)  # PyTorch does not see that a kernel writes
@@ -121,7 +122,7 @@ class Run:
             streams.queue(self.launch, self.device, *addresses)
 
     def over(self, x: torch.Tensor, address: int) -> torch.Tensor:
-        """The same into x, which lies at this address."""
+        """Write the result into x, which lies at this address."""
         if x.is_inference():
             check_writable(x)
         self.into((x,), address, address)
@@ -131,7 +132,7 @@ class Run:
         """The addresses of x and of a caller's tensors that are like `outputs` and may be written; None if they are
         anything else, or share memory with each other, with x or with what is kept."""
         with_gradient = _is_grad_enabled()
-        if _in_functorch() or (with_gradient and x.requires_grad):
+        if in_functorch() or (with_gradient and x.requires_grad):
             return None
         begin = x.data_ptr()
         found, taken = [begin], [(begin, begin + self._bytes), *kept]
@@ -162,10 +163,31 @@ class Run:
         return found
 
 
+def is_ready(x: torch.Tensor) -> bool:
+    """Whether kernels for contiguous rows take x as it lies."""
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+
+
+def ready(x: torch.Tensor) -> torch.Tensor:
+    """x as such kernels take it: itself or a copy."""
+    return x if is_ready(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def span(x: torch.Tensor) -> int:
     """Bytes from the begin of the first to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size() if x.numel() else 0
+
+
+def check_apart(
+    y: torch.Tensor, name: str, others: Iterable[tuple[str, torch.Tensor]], size: int | None = None
+) -> None:
+    """Raises `TensorError` if y, which is written, shares memory with one of the others, which all have names. size:
+    bytes that are written, by default `span`."""
+    size = span(y) if size is None else size
+    for other, tensor in others:
+        if -size < y.data_ptr() - tensor.data_ptr() < span(tensor):
+            raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
 
 
 def like(x: torch.Tensor) -> Output:
@@ -174,7 +196,7 @@ def like(x: torch.Tensor) -> Output:
 
 
 def _bytes_of(output: Output) -> int:
-    """Of its memory, with what fills up columns."""
+    """The bytes of the memory of a result, counting the zeros that fill up columns."""
     shape, strides, dtype = output
     return 0 if 0 in shape else max(map(mul, shape, strides), default=1) * dtype.itemsize
 
@@ -184,17 +206,17 @@ def is_plain(x: Any) -> bool:
     """Whether x is a tensor of no subclass, and no mode, trace of Dynamo or lazy negation has to do with it. So a call
     need not go through PyTorch's dispatcher, but for what x alone does not tell: derivatives and transforms."""
     return (
-        not _is_dynamo_compiling()
+        not is_dynamo_compiling()
         and type(x) is _Tensor
         and not has_torch_function_unary(x)
         and not x.is_neg()
-        and not _dispatch_modes()
+        and not dispatch_modes()
     )
 
 
 def has_only_memory(x: torch.Tensor) -> bool:
     """Whether x is a plain tensor with memory, and no mode, transform or trace watches the dispatcher."""
-    if not is_plain(x) or _in_functorch() or torch._C._is_tracing():
+    if not is_plain(x) or in_functorch() or torch._C._is_tracing():
         return False
     try:
         return x.data_ptr() != 0
@@ -207,7 +229,7 @@ def needs_derivative(x: torch.Tensor) -> bool:
     if x.requires_grad and _is_grad_enabled():
         return True
     # Dynamo cannot look for tangents. It knows the transforms that are a part of what it compiles.
-    return _in_functorch() if _is_dynamo_compiling() else has_tangent(x)
+    return in_functorch() if is_dynamo_compiling() else has_tangent(x)
 
 
 def has_tangent(x: torch.Tensor) -> bool:
@@ -215,18 +237,18 @@ def has_tangent(x: torch.Tensor) -> bool:
     of levels does not change."""
     if not torch._C._is_fwd_grad_enabled():
         return False
-    if type(x) is torch.Tensor and not _dispatch_modes():
+    if type(x) is torch.Tensor and not dispatch_modes():
         return _unpack_dual(x, level=0)[1] is not None
     with torch._C._DisableTorchDispatch():  # otherwise a trace would record this, and a subclass would see it
         return _unpack_dual(x, level=0)[1] is not None
 
 
 def known(x: torch.Tensor, what: Any, inplace: bool = False) -> Run | None:
-    """What a call with x does, if it comes again with arguments that were checked; else None. (In traces that are not
+    """The run of a call with x that comes again, with arguments that were checked; else None. (In traces that are not
     Dynamo's, sizes are tensors, so no call is known.)
 
-    what: all that the call asks for. An entry is right for whatever lies at the addresses of operands, because `what`
-    has a number that stands for them.
+    what: all options of the call. An entry is right whatever lies at the addresses of operands, because `what` has a
+    number that stands for them.
     """
     try:
         address, strides = x.data_ptr(), x.is_contiguous() or x.stride()
@@ -237,7 +259,7 @@ def known(x: torch.Tensor, what: Any, inplace: bool = False) -> Run | None:
 
 
 def remember(x: torch.Tensor, what: Any, inplace: bool, run: Run) -> Run:
-    """Let `known` find what a call does."""
+    """Let `known` find the run of a call."""
     if len(tables.calls) >= _MAX_CALLS:
         tables.calls.clear()
     strides = x.is_contiguous() or x.stride()
@@ -256,13 +278,13 @@ def again(x: torch.Tensor, what: Any, inplace: bool = False, out: Any = None, ke
     if out is None and not inplace:
         if not (x.requires_grad and _is_grad_enabled()):
             return run.new(x.data_ptr())
-        return None if run.of is None or _in_functorch() else run.of.follow(x, run)
+        return None if run.of is None or in_functorch() else run.of.follow(x, run)
     if out is not None:
         places = None if inplace else run.places(x, (out,), kept)
         if places is not None:
             run.into((out,), *places)
             return out
-    elif not (_in_functorch() or (x.requires_grad and _is_grad_enabled())):
+    elif not (in_functorch() or (x.requires_grad and _is_grad_enabled())):
         begin = x.data_ptr()
         if not kept or all(last <= begin or begin + x.nbytes <= first for first, last in kept):
             return run.over(x, begin)
@@ -271,8 +293,8 @@ def again(x: torch.Tensor, what: Any, inplace: bool = False, out: Any = None, ke
 
 # ---- rotations -------------------------------------------------------------------------------------------------------
 def number_of(of: RotateArguments, columns: int | None = None) -> int:
-    """A number that stands for operands, for what they are and where they lie, as long as that memory is theirs. With
-    numbers, keys are cheap to compare. columns: the last dimension of x, if only one fits."""
+    """A number that stands for operands and their addresses, as long as that memory is theirs. With numbers, keys are
+    cheap to compare. columns: the last dimension of x, if only one fits."""
     matrices, orders, signs, signs_after, n, swapped, _, scale, *_ = of
     key = (
         matrices is not None and (matrices.data_ptr(), matrices.dtype, *orders),
@@ -296,7 +318,7 @@ def rotation_problem(
     x: torch.Tensor, of: RotateArguments, to: Format | None = None, prologue: str = ""
 ) -> Problem | None:
     """The problem of a kernel that does all of a rotation; None if no kernel can. to: the format of the result.
-    prologue: the name of what comes before. Raises `UsageError` where the format does not fit the rows."""
+    prologue: the name of the prologue, or "". Raises `UsageError` where the format does not fit the rows."""
     order = of.orders[0] if of.matrices is not None else 1
     operands = [each for each in (of.matrices, of.signs, of.signs_after) if each is not None]
     if (
@@ -306,9 +328,17 @@ def rotation_problem(
         or (of.swapped and (to is None or of.n == 1))
     ):
         return None
-    signed = of.signs is not None or of.signs_after is not None
-    transform: dict[str, Any] = {"order": order, "signed": signed, "swapped": of.swapped}
-    return kernels.problem_of(of.n, x.dtype, of.numerics, Rows.CONTIGUOUS, **transform, to=to, prologue=prologue)
+    return kernels.problem_of(
+        of.n,
+        x.dtype,
+        of.numerics,
+        Rows.CONTIGUOUS,
+        order=order,
+        signed=of.signs is not None or of.signs_after is not None,
+        swapped=of.swapped,
+        to=to,
+        prologue=prologue,
+    )
 
 
 def launch_of(
@@ -319,8 +349,8 @@ def launch_of(
     sizes: dict[str, int] | None = None,
     changing: Sequence[str] = (),
 ) -> Launch | None:
-    """The launch of a kernel for tensors like x without gaps; None if there is no such kernel. sizes, changing: more
-    operands, and those that differ from call to call, as `LoadedKernel.prepared` takes them."""
+    """The launch of a kernel for tensors like x without gaps; None if there is no such kernel. sizes: more
+    operands. changing: the names of operands that differ from call to call, as `LoadedKernel.prepared` takes them."""
     kind = kernels.Kind(x.get_device(), problem, in_place, of.batch_invariant)
     operands = addresses(of) | (sizes or {})
     return kernels.prepared(kind, x.numel(), of.scale, RowShape(of.n, of.n, of.n), operands, changing)

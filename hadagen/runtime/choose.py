@@ -3,19 +3,18 @@ GPUs are the same.
 
 Problem and destination of an entry must be those of the call. If the call asks for batch-invariant results, the entry
 must have the one arithmetic that `bundles.by_authority` names for the problem, and a kernel that every GPU of its arch
-holds. Among the entries left, the first of these rules that
-tells two apart decides:
+holds. Among the remaining entries, the first of these rules that separates two entries decides:
 
     1. an entry of a pinned bundle
     2. the better `Match`
-    3. the newer architecture, because PTX of older ones runs too
+    3. the newer architecture (PTX of an older one runs on a newer GPU, so several may match)
     4. measured before estimated
     5. the bundle that was found first, and in it the first GPU, whatever its element counts are
     6. the nearest element count on a logarithmic scale; of two equally near the larger; of equal counts the first
 
-A problem with a matrix or signs that no bundle has takes the entries of the nearest problem that one has, with knobs
-that are legal for it, as estimates (see `guesses`); but not for batch-invariant calls, because no bundle names an
-arithmetic of theirs. Fast codes that no bundle has are made by the kernel for accurate ones, if one has that.
+If no bundle has a problem with a matrix or signs, the entries of the nearest problem that a bundle has are taken as
+estimates, with knobs that are legal for the new problem (see `guesses`); but not for batch-invariant calls, because no
+bundle names their arithmetic. If no bundle has a kernel of fast codes, the kernel of accurate codes makes them.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hadagen.errors import StorageError, ToolchainError, UsageError, shown
+from hadagen.errors import ToolchainError, UsageError, shown
 from hadagen.problem.launch import PORTABLE_CLUSTER
 from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination, destinations, nearest
 from hadagen.problem.target import generation
 from hadagen.problem.trial import Provenance
 from hadagen.runtime import bundles
-from hadagen.runtime.arguments import as_int
+from hadagen.runtime.arguments import as_int, name_of
 from hadagen.runtime.device import Device
 from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -73,8 +72,8 @@ def entries_by_size(
 ) -> tuple[Match, dict[int, BundleEntry]]:
     """How well the best entries of a bundle match, and these entries by element count, ascending.
 
-    Only the element count decides among them. All are of one GPU, because winners were compared at the counts of their
-    GPU. With GENERIC there are none.
+    Only the element count decides among these entries. All are of one GPU, because winners were compared at the counts
+    of their GPU. With GENERIC there are no entries.
     """
     fitting = [entry for entry in entries if entry.problem == problem and entry.destination is destination]
     candidates = [(match, entry) for entry in fitting if (match := match_of(entry, device)) is not Match.GENERIC]
@@ -201,15 +200,11 @@ def _best_bundle(
         for _, similar in groupby(serving(asked, device), key=_generation):
             matching = []
             for bundle in similar:
-                try:
-                    entries = [
-                        entry
-                        for entry in bundle.entries(problem)
-                        if entry.kernel not in without and (arithmetic is None or _keeps(entry, arithmetic))
-                    ]
-                except StorageError as error:
-                    bundles.leave_out(bundle, error)
-                    continue
+                entries = [
+                    entry
+                    for entry in bundles.entries_of(bundle, problem)
+                    if entry.kernel not in without and (arithmetic is None or _keeps(entry, arithmetic))
+                ]
                 match, found = entries_by_size(entries, problem, destination, device)
                 if found:
                     badness = _badness(match, next(iter(found.values())))  # the same for all that are found
@@ -257,13 +252,12 @@ def as_problem(given: Any) -> Problem:
         return Problem.parse(given)
     try:
         values = dict(given)
-        dtype = values.pop("dtype")
-        name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")  # torch.float16 is "float16"
+        name = name_of(values.pop("dtype"))
         return Problem.of(as_int(values.pop("n")), name, **values)
     except UsageError:
         raise
     except KeyError as error:
-        raise UsageError(f"problem = {shown(given)} lacks {error}; give such as {_WHOLE}") from None
+        raise UsageError(f"problem = {shown(given)} lacks {error}; give a dict like {_WHOLE}") from None
     except (TypeError, ValueError):
-        said = f"problem = {shown(given)} is not one"
-        raise UsageError(f"{said}; give a Problem, its key, or such as {_WHOLE}") from None
+        advice = f"give a Problem, its key, or a dict like {_WHOLE}"
+        raise UsageError(f"problem = {shown(given)} names no problem; {advice}") from None

@@ -54,8 +54,9 @@ print(json.dumps({{"import hadagen, after torch": imported, "the first call, aft
 def call_costs(device: int = 0) -> dict[str, float]:
     """Name of a kind of call → microseconds of CPU time, on a [64, 128] float16 tensor; the median of many calls.
 
-    Each kind up to "in place" includes those before: a launch, its arguments, finding it, checking the tensor. If
-    fast_hadamard_transform is installed, it is timed too. Raises `DeviceError` if no kernel serves such a call.
+    Up to "in place", each kind adds one thing to the kind before it: the bare launch, then setting the addresses,
+    finding the launch, and checking the arguments. If fast_hadamard_transform is installed, it is timed too. Raises
+    `DeviceError` if no kernel serves such a call.
     """
     if cuda_index(f"cuda:{device}") is None:
         raise DeviceError(f"CUDA device {device} does not exist; run this on a machine with an NVIDIA GPU")

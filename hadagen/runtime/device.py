@@ -29,7 +29,7 @@ class Device:
 
     @property
     def generation(self) -> int:
-        """As of its arch. A GPU runs the PTX of every generation up to its own."""
+        """The generation of its arch. A GPU runs the PTX of every generation up to its own."""
         return generation(self.arch)
 
     def is_named(self, gpu: str) -> bool:
@@ -72,12 +72,13 @@ def find_device(device: int | str | torch.device | None = None, arch: str | None
         if device is not None and (not isinstance(device, str) or _NUMBER.fullmatch(device)):
             raise UsageError(
                 f"device {shown(device)} is no name of a GPU, which is wanted beside an arch; "
-                "write such as 'NVIDIA H100 80GB HBM3', or leave out one of the two"
+                "write a name like 'NVIDIA H100 80GB HBM3', or leave out one of the two"
             )
         target = Device(arch, device or "")
         if (its := arch_of_gpu(target.gpu)) not in (None, arch):
-            said = f"device {shown(device)} is a GPU of {its}, not of {arch}"
-            raise UsageError(f"{said}; give that arch, or another device")
+            raise UsageError(
+                f"device {shown(device)} is a GPU of {its}, not of {arch}; give that arch, or another device"
+            )
         return target
     import torch
 

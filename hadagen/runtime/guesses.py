@@ -15,18 +15,18 @@ from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
 def may_be_guessed(problem: Problem) -> bool:
-    """Whether it has contiguous rows, and a matrix, signs, a format or a prologue, so that a rotation or a quantizer
-    may ask for it."""
+    """Whether a problem has contiguous rows, and a matrix, signs, a format or a prologue, so that a rotation or a
+    quantizer may ask for it."""
     of = problem.transform
     special = of.has_matrix or of.signed or problem.io.form is not None or problem.prologue
     return problem.io.rows is Rows.CONTIGUOUS and bool(special)
 
 
 def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem]:
-    """Those of the same io, and with a format those of a similar one, or of none; with a matrix if the problem has one
-    and else without; with its prologue or none. Nearest first: by the ratios of orders and of lengths, and by how
-    similar formats are. Of two equally near, the one of the same io comes first, then the one of the same prologue, and
-    then the one that has signs if the problem has some."""
+    """The known problems of the same io, or, if the problem has a format, of a similar format or none; with a matrix if
+    the problem has one, else without; and with the same prologue or none. Nearest first: by the ratios of orders and of
+    lengths, and by how similar formats are. Among problems that are equally near, the same io comes first, then the
+    same prologue, then the same use of signs."""
 
     def distance(other: Problem) -> tuple[float, bool, bool, bool, Problem]:
         apart = difference(problem, other) + (_apart(other.io, problem.io) or 0)
@@ -34,9 +34,11 @@ def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem
         return apart, other.io != problem.io, other.prologue != problem.prologue, signs_differ, other
 
     def is_similar(other: Problem) -> bool:
-        same = other.transform.has_matrix is problem.transform.has_matrix
-        alike = same and other.prologue in ("", problem.prologue)
-        return alike and _apart(other.io, problem.io) is not None
+        return (
+            other.transform.has_matrix is problem.transform.has_matrix
+            and other.prologue in ("", problem.prologue)
+            and _apart(other.io, problem.io) is not None
+        )
 
     return sorted(set(filter(is_similar, known)) - {problem}, key=distance)
 
@@ -95,5 +97,6 @@ def adapted(
 
 @lru_cache(maxsize=1024)
 def _registers(bundle: Bundle, digest: str) -> int:
-    """Of a thread of a kernel. Calls of new shapes ask for the same kernels, and each is read with its code."""
+    """The registers of a thread of a kernel. Kept, because calls of new shapes ask for the same kernels, and each
+    kernel is read with its code."""
     return bundle.kernel(digest).registers

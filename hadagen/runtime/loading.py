@@ -28,12 +28,12 @@ def load(bundle: Bundle | None, entry: BundleEntry, device: int, target: Device)
     """The kernel of an entry on a CUDA device, whose arch and name `target` has. The first of these that works:
 
     1. the cubin, if it is for this arch;
-    2. what the recipe makes, compiled by NVRTC now or earlier;
+    2. the kernel of the recipe, compiled by NVRTC now or earlier;
     3. the PTX, which the driver compiles.
 
     A kernel that was compiled on this machine is compared with PyTorch before it is used for the first time.
 
-    bundle: that of the entry; None if there is only the recipe.
+    bundle: the bundle of the entry; None if there is only the recipe.
 
     Raises `DriverError` or `ToolchainError` if none works, and `StorageError` if the bundle is damaged.
     """

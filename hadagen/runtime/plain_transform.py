@@ -41,7 +41,7 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float, *, batch_invariant
 
 
 def rows_at_a_time(x: torch.Tensor, n: int) -> int:
-    """Of x, [rows, …], with n elements each."""
+    """The number of rows of x, [rows, …], to transform at a time, with n elements each."""
     return max(1, min(x.shape[0], (_CPU_BLOCK if x.device.type == "cpu" else _GPU_BLOCK) // n))
 
 
@@ -50,8 +50,8 @@ def type_to_compute_in(x: torch.Tensor) -> torch.dtype:
 
 
 def split_scale(x: torch.Tensor, scale: float) -> tuple[float, float]:
-    """What to multiply before and after all sums. A scale below 1 comes first, so that no sum is larger than a result.
-    One above 1 comes last, for the same reason. Sums of float16 are far below the maximum of float32."""
+    """The factors to multiply by before and after all sums. A scale below 1 comes first, so that no sum is larger than
+    a result. A scale above 1 comes last, for the same reason. Sums of float16 are far below the maximum of float32."""
     return (scale, 1.0) if abs(scale) < 1 and x.dtype != torch.float16 else (1.0, scale)
 
 

@@ -28,9 +28,9 @@ _UNITS = 3  # of a row of codes: an odd number of rows or groups of a problem
 
 
 def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
-    """Whether its results are within the error bound of the problem, out of place and in place: for whole tiles and a
-    ragged one, more tiles than the GPU holds at once if blocks loop over tiles, for whole rows and rows that are cut
-    short if the kernel reads such rows, for a matrix and its transpose if it takes one, and for large values unless
+    """Whether a kernel's results are within the error bound of the problem, out of place and in place: for whole tiles
+    and a ragged one, more tiles than the GPU holds at once if blocks loop over tiles, for whole rows and rows that are
+    cut short if the kernel reads such rows, for a matrix and its transpose if it takes one, and for large values unless
     a prologue may make them larger. Codes and scales must stand for the exact values as well as those of the quantizer
     in PyTorch, but for the error bound.
 
@@ -49,12 +49,12 @@ def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
 
 
 class _Case(NamedTuple):
-    """Rows of so many elements, one behind the other, and what a kernel should make of them."""
+    """Rows of so many elements, one behind the other, and the exact results for them."""
 
     x: torch.Tensor
     exact: torch.Tensor  # the transform
     of: RotateArguments
-    written: dict[str, tuple[torch.Tensor, torch.Tensor]]  # what else it writes, by name: memory for it, and the exact
+    written: dict[str, tuple[torch.Tensor, torch.Tensor]]  # name → the memory of a result, and the exact
     operands: dict[str, int]  # as `LaunchSpec.arguments` takes them
     memory: list[torch.Tensor]  # of operands
 

@@ -19,9 +19,10 @@ from hadagen.runtime.checks import (
     check_dtype,
     check_is_flag,
     check_is_tensor,
-    how_to_join,
+    check_same_device,
     is_functional,
     kind_of,
+    plain,
 )
 from hadagen.truth import quantizer
 
@@ -29,9 +30,9 @@ from hadagen.truth import quantizer
 class Quantized:
     """The result of `rotate_quantize`. `codes, scales = q` gives its two tensors.
 
-    codes: of x's shape. 4-bit codes are uint8 of half as many columns, with the even column in the low nibble. The
-        format "largest" has no codes: [..., 0].
-    scales: one for each group, in the layout of the format. Scales of rows are [...], for int8-row [..., 1]. For
+    codes: the codes, in x's shape. 4-bit codes are uint8 of half as many columns, with the even column in the low
+        nibble. The format "largest" has no codes: [..., 0].
+    scales: one scale for each group, in the layout of the format. Scales of rows are [...], for int8-row [..., 1]. For
         fp8-tensor and fp8-head, scales are the tensor_scale of the call. Row-major scales, and their codes, are dense,
         and their leading dimensions lie in memory in the same order as the dimensions of x, as with `torch.empty_like`.
         In the other layouts, and for fp8-head, codes are contiguous.
@@ -105,12 +106,8 @@ class Quantized:
         for name, part in self._check_kinds():
             if part.is_meta and place.type != "meta":
                 raise TensorError(f"{name} has no values to move to {place}; load or compute them first")
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(place, non_blocking=bool(non_blocking), copy=bool(copy))
-
         leaves, context = _flatten(self)
-        found = [moved(each) for each in leaves]
+        found = [each.to(place, non_blocking=bool(non_blocking), copy=bool(copy)) for each in leaves]
         if all(new is old for new, old in zip(found, leaves, strict=True)):
             return self
         made = _unflatten(found, context)
@@ -220,12 +217,10 @@ def _check_format(form: Any) -> None:
 def _check_part(part: Any, name: str, form: Format, types: tuple[torch.dtype, ...], codes: torch.Tensor) -> None:
     check_is_tensor(part, name)
     if part.is_nested or part.layout is not torch.strided or part.dtype not in types:
-        wanted = " or ".join(str(each).removeprefix("torch.") for each in dict.fromkeys(types))
+        wanted = " or ".join(map(plain, dict.fromkeys(types)))
         raise TensorError(f"{name} is {kind_of(part)}; {form.name} has strided {wanted}")
     check_alike(codes, part, name)
-    if part.device != codes.device:
-        advice = how_to_join(part.device, codes.device, "move them with .to")
-        raise TensorError(f"{name} is on {part.device} but codes on {codes.device}; {advice}")
+    check_same_device(name, part.device, "codes", codes.device, "move them with .to")
 
 
 def _as_native(tensor: torch.Tensor, kind: str) -> torch.Tensor:
@@ -241,7 +236,7 @@ def _said(part: Any) -> str:
     if not isinstance(part, torch.Tensor) or is_lazy(part):
         return type(part).__name__
     shape = "?" if part.is_nested else ", ".join(map(str, part.shape))
-    return f"{str(part.dtype).removeprefix('torch.')}[{shape}] on {part.device}"
+    return f"{plain(part.dtype)}[{shape}] on {part.device}"
 
 
 # ---- as plain values, for pytrees and for storing --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a rotation takes beside x: `RotateArguments`, their forms in memory, and the checks of them."""
+"""`RotateArguments`: the arguments of a rotation besides x; their forms in memory, and the checks of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hadagen.errors import TensorError
 from hadagen.problem import operands
 from hadagen.problem.operands import ENTRY_BYTES
 from hadagen.problem.problem import MAX_ORDER, kernel_order
-from hadagen.runtime.checks import check_alike, check_call, how_to_join
+from hadagen.runtime.checks import check_alike, check_call, check_same_device, plain
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
 _PART = 16  # rows and columns of a part of a packed matrix
 
 
 class RotateArguments(NamedTuple):
-    """All but x, in the order in which the operator takes them. Tensors are on x's device.
+    """The arguments of a rotation besides x, in the order of the operator. Tensors are on x's device.
 
     Each block of n elements of the last dimension of x is multiplied by scale · M, or by scale · Mᵀ if `transposed`,
     with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out:
@@ -49,7 +49,7 @@ class RotateArguments(NamedTuple):
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that are there, with their names in messages."""
+        """The tensors that are not None, with their names in messages."""
         named = ("the matrix", self.matrices), ("the vector signs", self.signs), ("the vector signs_after", self[3])
         return [(f"{name} of the rotation", each) for name, each in named if each is not None]
 
@@ -89,18 +89,17 @@ def check(x: torch.Tensor, of: RotateArguments) -> None:
             continue
         size = -(-of.n // 8)
         if signs.shape not in ((size,), (size + TRAILER,)) or signs.dtype != torch.uint8:
-            plain = str(signs.dtype).removeprefix("torch.")
             raise TensorError(
-                f"{name} is {plain} of the shape {tuple(signs.shape)}; it must be uint8 of ({size},), a bit each"
+                f"{name} is {plain(signs.dtype)} of the shape {tuple(signs.shape)}; it must be uint8 of ({size},), "
+                "a bit each"
             )
         _check_place(x, signs, f"the vector {name}")
 
 
 def _check_place(x: torch.Tensor, operand: torch.Tensor, name: str) -> None:
-    check_alike(x, operand, f"{name} of the rotation")
-    if operand.device != x.device:
-        advice = how_to_join(x.device, operand.device, "move the rotation with .to(x.device)")
-        raise TensorError(f"{name} of the rotation is on {operand.device} but x on {x.device}; {advice}")
+    name = f"{name} of the rotation"
+    check_alike(x, operand, name)
+    check_same_device(name, operand.device, "x", x.device, "move the rotation with .to(x.device)")
 
 
 def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.Tensor]:
@@ -120,8 +119,8 @@ def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> lis
 
 
 def addresses(of: RotateArguments) -> dict[str, int]:
-    """What a kernel takes for them, as `LaunchSpec.arguments` does. The tensors must stay where they are until it has
-    run."""
+    """The addresses of the operands, as `LaunchSpec.arguments` takes them. The tensors must stay where they are until
+    the kernel has run."""
     before, after = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
     matrix = None
     if of.matrices is not None:
@@ -174,8 +173,8 @@ def _places(device: torch.device) -> torch.Tensor:
 
 
 def combined(matrices: list[torch.Tensor], n: int) -> list[torch.Tensor]:
-    """Matrices whose product with the H that is left of n is the same, such that a kernel takes them if there is a way:
-    several matrices become one, with the part of H that `kernel_order` says."""
+    """Matrices with the same product with the rest of H, in the form of a kernel if possible: several matrices become
+    one, which includes the part of H that `kernel_order` says."""
     order = prod(map(len, matrices))
     rest, left = divmod(n, order)
     if not matrices or order > MAX_ORDER or any(each.dtype != torch.int8 for each in matrices):

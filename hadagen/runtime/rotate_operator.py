@@ -23,7 +23,7 @@ def rotated(x: torch.Tensor, of: RotateArguments, inplace: bool) -> torch.Tensor
     check_whole(of)
     if inplace:
         check_writable(x)
-        transform_operator.check_apart(x, "x", of.tensors)
+        calls.check_apart(x, "x", of.tensors)
     problem = rotation_problem(x, of)
     run = None if problem is None else _run(x, of, problem, inplace)
     if run is not None:
@@ -49,7 +49,7 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None
     check_whole(of)
     check_like(x, y)
     check_writable(y)
-    transform_operator.check_apart(y, "out", of.tensors)
+    calls.check_apart(y, "out", of.tensors)
     if x.data_ptr() == y.data_ptr() and x.stride() == y.stride():
         rotated(y, of, True)
     elif not y.is_contiguous() or transform_operator.may_overlap(x, y):
@@ -65,14 +65,14 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None
 
 
 def _is_plain(of: RotateArguments) -> bool:
-    """Whether it is H alone."""
+    """Whether a rotation is H alone."""
     return of.matrices is None and of.signs is None and of.signs_after is None and not of.swapped
 
 
 def _run(x: torch.Tensor, of: RotateArguments, problem: Problem, inplace: bool) -> Run | None:
     """What does all of it for tensors like x by one launch; None if there is no kernel, or it does not take x as it
     lies."""
-    if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+    if not calls.is_ready(x):
         return None
     what = number_of(of, x.shape[-1]), of.transposed, of.numerics, of.batch_invariant
     run = calls.known(x, what, inplace)
@@ -82,7 +82,8 @@ def _run(x: torch.Tensor, of: RotateArguments, problem: Problem, inplace: bool) 
 
 
 def _rotate(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None:
-    """In PyTorch, with kernels for H alone; into y, which is contiguous, and the same memory as x or none of it."""
+    """Rotate in PyTorch, with kernels for H alone, into y, which is contiguous, and the same memory as x or none of
+    it."""
 
     def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
         options = transform_operator.Options(scale, of.numerics, of.batch_invariant)
@@ -112,7 +113,7 @@ def rotate(
 ) -> torch.Tensor:
     """x · (A ⊗ H)ᵀ · scale, or its transpose, over the last dimension, in a new tensor.
 
-    x: [..., n]. matrix: the entries of A, of this order, row by row; None for H alone, and then order is 1.
+    x: [..., n]. matrix: the entries of A, [order, order], row by row; None for H alone, with order 1.
     """
     if matrix is not None:
         check_alike(x, matrix, "the matrix")

@@ -16,8 +16,8 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.c
 
 
 def queue(launch: driver.Launch, device: int, *addresses: int) -> None:
-    """Queue a prepared launch on the current stream of its device. addresses: of x, y and what else it takes. Raises
-    `DriverError`."""
+    """Queue a prepared launch on the current stream of its device. addresses: those of x, of y and
+    of the other operands. Raises `DriverError`."""
     if current_device() == device:
         launch(raw_stream(device), *addresses)
     else:

@@ -1,4 +1,4 @@
-"""What is remembered of calls and kernels, in a table for each. All of the runtime may import this module."""
+"""Tables of remembered calls and kernels. All of the runtime may import this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hadagen.gpu.driver import LoadedKernel
 from hadagen.problem.problem import Problem
 
 calls: dict[tuple[Any, ...], Any] = {}  # key → `Run`, for all calls with it
-numbers: dict[tuple[Any, ...], int] = {}  # what operands are and where they lie → a number that no other has
+numbers: dict[tuple[Any, ...], int] = {}  # operands and their addresses → a number that stands for them alone
 timed: dict[Any, list[int]] = {}  # `Kind` → the element counts of its kernels, ascending
 found: dict[tuple[Any, int], LoadedKernel | None] = {}  # by `Kind` and a timed element count
 loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels

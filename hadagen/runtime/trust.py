@@ -37,7 +37,7 @@ def trusted_keys() -> tuple[PublicKey, ...] | None:
 
 
 def accepting(keys: Sequence[PublicKey] | None) -> Accept:
-    """Accepts the bundles that one of the keys signed; all bundles if there are no keys to ask for."""
+    """A check that accepts the bundles that one of the keys signed; all bundles if `keys` is None."""
     if keys is None:
         return accept_all
     by_text = {key.raw.hex(): key for key in keys}
@@ -52,9 +52,10 @@ def accepting(keys: Sequence[PublicKey] | None) -> Accept:
                 "from where it was signed"
             )
         by = f"signed by {', '.join(each.signer.fingerprint for each in signatures)}" if signatures else "not signed"
+        or_add = f", or add its signer's key to {VARIABLE}" if signatures else ""
         raise UntrustedError(
-            f"{path} is {by}, and {VARIABLE} asks for {' or '.join(key.fingerprint for key in keys)}; sign it with "
-            "`hadagen bundle sign`, or name its key too"
+            f"{path} is {by}, but {VARIABLE} accepts only {' or '.join(key.fingerprint for key in keys)}; "
+            f"sign it with `hadagen bundle sign`{or_add}"
         )
 
     return accept

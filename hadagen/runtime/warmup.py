@@ -14,7 +14,7 @@ from hadagen.problem.formats import Format
 from hadagen.problem.operands import check_prologue
 from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
 from hadagen.runtime import kernels
-from hadagen.runtime.arguments import as_int, explained, is_count, is_flag
+from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.device import cuda_device, cuda_index
 from hadagen.runtime.kernels import Kind, problem_of
@@ -47,14 +47,14 @@ def warmup(
     n: last dimensions of the later tensors, each at least 1.
     dtype: their types, such as torch.float16 or "float16".
     rows: their numbers of rows (the product of all dimensions but the last); by default any number.
-    inplace, numerics: as in the later calls; by default both. `out=` counts as not in place.
-    device: of the later tensors; by default the current CUDA device. Other kinds of devices have no kernels.
-    batch_invariant: as in the later calls; by default what HADAGEN_BATCH_INVARIANT says.
+    inplace, numerics: the arguments of the later calls; by default both values. `out=` counts as not in place.
+    device: the device of the later tensors; by default the current CUDA device. Other kinds of devices have no kernels.
+    batch_invariant: the argument of the later calls; by default what HADAGEN_BATCH_INVARIANT says.
 
     to: formats of later calls of `rotate_quantize`. n is then the rotation: a `Rotation`, or a power of two, 1 for no
         rotation. inplace is ignored.
     columns: the last dimensions of the later tensors; by default n, or the n of the `Rotation`.
-    group, rule, layout, round_first: as in the later calls.
+    group, rule, layout, round_first: the arguments of the later calls.
     before: the name of a prologue of later calls (`hadagen.problem.operands.PROLOGUES`). n is then the rotation, as for
         `to`.
 
@@ -70,10 +70,7 @@ def warmup(
         raise UsageError(f"inplace = {shown(inplace)} is not supported; give True, False, or nothing for both")
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    elif not is_flag(batch_invariant):
-        raise UsageError(f"batch_invariant = {shown(batch_invariant)} is not supported; give True or False")
-    if not is_flag(round_first):
-        raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
+    check_flags(batch_invariant=batch_invariant, round_first=round_first)
     if to is None:
         check_no_format(columns, group, rule, layout, bool(round_first))
     check_prologue(before)
@@ -129,7 +126,7 @@ def _rotating(
     batch_invariant: bool,
     before: str,
 ) -> list[tuple[Kind, int]]:
-    """What calls with a format or a prologue ask for with tensors like x, and the elements of a row."""
+    """The kinds of kernels of calls with a format or a prologue and tensors like x, each with the elements of a row."""
     whole, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant, before)
     if whole and kernels.timed_of(kind := Kind(device, whole, False, batch_invariant)):
         return [(kind, x.shape[-1])]
@@ -162,10 +159,7 @@ def _several(values: Any) -> list[Any]:
 
 
 def _whole(value: Any, name: str) -> int:
-    number: int = as_int(value)
-    if not is_count(number):
-        raise UsageError(f"{name} = {shown(value)} is not supported; give whole numbers, at least 1")
-    return number
+    return as_whole(value, name, "whole numbers, at least 1")
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -22,7 +22,7 @@ def sample_scale(form: Format, heads: int, device: torch.device) -> torch.Tensor
 
 
 def scales_in_rows(problem: Problem, scales: torch.Tensor, units: int) -> torch.Tensor:
-    """The scales of so many `Problem.unit`s, [units, scales of one], of what a kernel wrote in its layout."""
+    """The scales that a kernel wrote in its layout, as [units, scales of a unit], for so many `Problem.unit`s."""
     form = problem.io.form
     assert form is not None
     return quantizer.rows_of_scales(scales, form.layout, units, form.scales_in_row(problem.unit))
@@ -30,9 +30,7 @@ def scales_in_rows(problem: Problem, scales: torch.Tensor, units: int) -> torch.
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """‖found − exact‖ / ‖exact‖, with exact in float64; infinity if a value is not finite."""
-    norm = torch.linalg.vector_norm
-    error: torch.Tensor = norm(found.double() - exact) / norm(exact)
-    return error.nan_to_num(nan=math.inf, posinf=math.inf)
+    return quantizer.distance(found, exact).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def error_of(

@@ -1,4 +1,4 @@
-"""The quantizer in plain PyTorch: codes and scales of float32 values, and back. It is what kernels are compared with.
+"""The quantizer in plain PyTorch: codes and scales of float32 values, and back. Kernels are compared with it.
 
 All arithmetic is in float32, operation by operation, and the same on every device. PyTorch divides by a number of
 Python on a CPU, but multiplies by its reciprocal on a GPU. So a divisor is always a tensor here, and where a definition
@@ -39,8 +39,8 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales.
 
-    x: float32 [rows, columns]. dtype: of the input, to which INT4 and the rule convrot round. given: the scale that the
-    format needs, float32 with one element; or those of heads, each of as many rows.
+    x: float32 [rows, columns]. dtype: the type of the input, to which INT4 and the rule convrot round. given: the scale
+    that the format needs, float32 with one element; or the scales of heads, which have the same number of rows.
 
     Returns codes, [rows, columns], or uint8 [rows, columns / 2] of 4-bit codes, the even one in the low nibble; and
     scales in their layout.
@@ -55,7 +55,7 @@ def quantize(
 
 
 def types(to: Format, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Of codes and of scales. dtype: of the input."""
+    """The types of codes and of scales. dtype: the type of the input."""
     of_codes, of_scales = to.kinds
     return KINDS[of_codes][0], dtype if of_scales == "input" else KINDS[of_scales][0]
 
@@ -63,8 +63,8 @@ def types(to: Format, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
 def empty(
     rows: int, columns: int, to: Format, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales as `quantize` returns them for x of [rows, columns], of any values but for the zeros that fill
-    up a layout. Where one scale is given for the tensor there are [rows, 1], which say nothing."""
+    """Codes and scales as `quantize` returns them for x of [rows, columns], with any values, but with the zeros that
+    fill up a layout. If one scale is given for the tensor, scales are [rows, 1] and mean nothing."""
     of_codes, of_scales = types(to, dtype)
     codes = torch.empty((rows, columns * to.element.bits // 8), dtype=of_codes, device=device)
     return codes, laid_out_empty(rows, to.scales_in_row(columns), to.layout, of_scales, device)
@@ -79,8 +79,8 @@ def dequantize(
 ) -> torch.Tensor:
     """The values that codes and scales stand for, float32 [rows, columns]. The format has codes.
 
-    The product of a code and a finite scale is at most the largest number of dtype, and of float32. The code of a value
-    near the largest may be rounded up, beyond it.
+    The product of a code and a finite scale is at most the largest number of dtype, and of float32. A value near that
+    number may be rounded up to a code whose product would exceed it; the product is then clamped.
     """
     most = min(torch.finfo(dtype).max, _FLOAT_MAX)
     codes, scales = as_bytes(codes), as_bytes(scales)
@@ -108,7 +108,7 @@ def is_clipped(
 ) -> torch.Tensor:
     """Where values are so far beyond the largest code that they would have got the next one if there were one.
 
-    values: float32 [rows, columns], of which codes and scales are.
+    values: float32 [rows, columns], from which the codes and scales were made.
     """
     largest, beyond = {
         Element.E4M3: (0x7E, 464 / 448),
@@ -131,24 +131,26 @@ def excess_error(
     """How much farther from exact values the codes and scales of a kernel are than those of `quantize`, in the norm of
     the values; NaN if they stand for what is not finite.
 
-    exact: float64 [rows, columns] that float32 holds nearly. dtype: of the input. Half of a percent of the error of
-    `quantize` is not counted, because values that are nearly in the middle between two codes may get either.
+    exact: float64 [rows, columns] that float32 holds nearly. dtype: the type of the input. Half of a percent of the
+    error of `quantize` is not counted, because values that are nearly in the middle between two codes may get either.
     """
     values = exact.float()
     best = quantize(values.to(dtype).float() if to.rounded else values, to, dtype, given)
     if to.element is Element.NONE:
-        wanted = best[1].double()  # of which squares are finite
-        apart: torch.Tensor = torch.linalg.vector_norm(scales.double() - wanted) / torch.linalg.vector_norm(wanted)
-        return apart
-    norm = torch.linalg.vector_norm(exact)
+        return distance(scales, best[1])
 
     def error(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         scales = given if to.group == TENSOR and given is not None else scales
-        relative: torch.Tensor = torch.linalg.vector_norm(dequantize(codes, scales, to, given).double() - exact) / norm
-        return relative
+        return distance(dequantize(codes, scales, to, given), exact)
 
-    excess: torch.Tensor = error(codes, scales) - 1.005 * error(*best)
-    return excess.clamp(min=0.0)
+    return (error(codes, scales) - 1.005 * error(*best)).clamp(min=0.0)
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """‖found − exact‖ / ‖exact‖, in float64."""
+    norm, exact = torch.linalg.vector_norm, exact.double()
+    relative: torch.Tensor = norm(found.double() - exact) / norm(exact)
+    return relative
 
 
 def _in_groups(x: torch.Tensor, to: Format) -> torch.Tensor:
@@ -159,7 +161,7 @@ def _in_groups(x: torch.Tensor, to: Format) -> torch.Tensor:
 
 # ---- elements --------------------------------------------------------------------------------------------------------
 def _encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The nearest codes, half to even, of values times what the scale says. x: the values before that."""
+    """The nearest codes, half to even, of values that are scaled already. x: the values before they were scaled."""
     if to.element is Element.E4M3:
         return encode_e4m3(scaled)
     if to.element is Element.NONE:
@@ -175,13 +177,13 @@ def _encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """float8_e4m3fn, half to even. What is beyond 448 becomes 448, and NaN 0x7f."""
+    """float8_e4m3fn, half to even. A value beyond 448 becomes 448, and NaN becomes 0x7f."""
     codes = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(x.isnan(), _E4M3_NAN, codes).view(torch.float8_e4m3fn)
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """E2M1 in the low bits of uint8, half to even, for numbers and infinities. What is beyond 6 becomes 6."""
+    """E2M1 in the low bits of uint8, half to even, for numbers and infinities. A value beyond 6 becomes 6."""
     size = x.abs()
     code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
     code += (size > 2.5).to(torch.uint8) + (size >= 3.5) + (size > 5.0)
@@ -240,33 +242,26 @@ def _over_given(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return torch.where((given == 0) & (x == 0), x, x / (given + 0.0))  # a sum with 0.0 is no negative zero
 
 
-def _fp8_tensor(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
-    assert given is not None
-    return given, _over_given(x, given)
-
-
 def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows, 1], of one number for each head."""
+    """[rows, 1]: the number of each head, repeated for its rows."""
     of_heads = given.reshape(-1, 1)
     if of_heads.shape[0] == rows:  # len() would make the number of a trace constant
         return of_heads
     return of_heads.expand(-1, rows // max(len(of_heads), 1)).reshape(rows, 1)
 
 
-def _fp8_head(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
-    assert given is not None
+def _fp8_given(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     return given, _over_given(x, _of_rows(given, len(x))[..., None])
 
 
-def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
+def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     """What is given is the largest magnitude of each head. Of next to nothing the scale is 1."""
-    assert given is not None
     factors = torch.where(given > 1e-12, _tensor(448, x) / given, 1.0)
     return given, x * _of_rows(factors, len(x))[..., None]
 
 
 def _scales_of_heads(given: torch.Tensor, to: Format, rows: int) -> torch.Tensor:
-    """What the codes of each row are multiplied by, [rows, 1]."""
+    """The factor by which the codes of each row are multiplied, [rows, 1]."""
     return _of_rows(fa3_scales(given) if to.rule == "fa3" else given, rows)
 
 
@@ -351,17 +346,15 @@ def _power(exponents: torch.Tensor) -> torch.Tensor:
     return torch.where(exponents > 0, exponents << 23, 1 << 22).view(torch.float32)
 
 
-def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
-    assert given is not None
+def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     scales = encode_e4m3(_over_given(_over(largest, 6), given).clamp(2.0**-6, 448.0))
     return scales, x * ((1 / given) / scales.float())
 
 
 def _nvfp4_transformer_engine(
-    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor
 ) -> Scaled:
     """What is given is the largest magnitude of all values."""
-    assert given is not None
     encoding = _encoding(given)
     scales = encode_e4m3(largest * (encoding * _tensor(1 / 6, x)))
     return scales, x * (1 / (scales.float() * (1 / encoding))).clamp(max=_FLOAT_MAX)
@@ -381,8 +374,8 @@ _RULES: dict[tuple[str, str], Any] = {
     ("fp8-group", "exact"): _fp8_group,
     ("fp8-group", "power_of_two"): _fp8_power_of_two,
     ("fp8-row", "exact"): _fp8_row,
-    ("fp8-tensor", "exact"): _fp8_tensor,
-    ("fp8-head", "exact"): _fp8_head,
+    ("fp8-tensor", "exact"): _fp8_given,
+    ("fp8-head", "exact"): _fp8_given,
     ("fp8-head", "fa3"): _fp8_head_fa3,
     ("int8-row", "exact"): _int8,
     ("int8-row", "convrot"): _int8_convrot,
@@ -402,8 +395,7 @@ _RULES: dict[tuple[str, str], Any] = {
 def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
     if scales.dtype != torch.uint8:
         return scales.float()
-    bits = torch.where(scales > 0, scales.int() << 23, 1 << 22)
-    return torch.where(scales == _E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
+    return torch.where(scales == _E8M0_NAN, 0x7FC00000, _power(scales.int()).view(torch.int32)).view(torch.float32)
 
 
 def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = ()) -> torch.Tensor:
@@ -420,13 +412,13 @@ def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = (
         return arranged(memory, rows, groups, layout)
     count = prod(matrices)
     rows = rows // max(count, 1)
-    memory = _bytes(scales).new_zeros((*matrices, room(rows, groups, layout, 1)))
-    memory.view(-1)[_swizzled(rows, groups, count, scales.device).flatten()] = _bytes(scales).flatten()
+    memory = scales.new_zeros((*matrices, room(rows, groups, layout, 1)), dtype=torch.uint8)
+    memory.view(-1)[_swizzled(rows, groups, count, scales.device).flatten()] = scales.view(torch.uint8).flatten()
     return memory.view(scales.dtype)
 
 
 def shape_of_scales(leading: Sequence[int], groups: int, layout: Layout) -> tuple[int, ...]:
-    """That of the scales of codes [..., columns] in a layout. leading: all sizes of the codes but the last."""
+    """The shape of the scales of codes [..., columns] in a layout. leading: all sizes of the codes but the last."""
     if layout is Layout.ROW_MAJOR:
         return *leading, groups
     if layout.in_columns:
@@ -436,7 +428,7 @@ def shape_of_scales(leading: Sequence[int], groups: int, layout: Layout) -> tupl
 
 
 def room(rows: int, groups: int, layout: Layout, size: int) -> int:
-    """How many elements the memory of scales has, with what fills it up. size: bytes of an element."""
+    """How many elements the memory of scales has, counting those that fill it up. size: bytes of an element."""
     return prod(layout.filled_up(rows, groups, size))
 
 
@@ -448,7 +440,7 @@ def arranged(memory: torch.Tensor, rows: int, groups: int, layout: Layout) -> to
 
 
 def laid_out_empty(rows: int, groups: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Scales as `laid_out` returns them, of any values but for the zeros that fill them up."""
+    """Scales as `laid_out` returns them, with any values, but with the zeros that fill them up."""
     size = room(rows, groups, layout, dtype.itemsize)
     make = torch.empty if size == rows * groups else torch.zeros
     return arranged(make(size, dtype=dtype, device=device), rows, groups, layout)
@@ -468,7 +460,7 @@ def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int)
         return scales.reshape(rows, groups)
     count = prod(scales.shape[:-1])
     places = _swizzled(rows // max(count, 1), groups, count, scales.device)
-    return _bytes(scales).flatten()[places].view(scales.dtype)
+    return scales.view(torch.uint8).flatten()[places].view(scales.dtype)
 
 
 def _swizzled(rows: int, groups: int, matrices: int, device: torch.device) -> torch.Tensor:
@@ -496,7 +488,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes that a tensor lies in, gaps and all."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _bytes(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(torch.uint8)

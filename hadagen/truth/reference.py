@@ -30,8 +30,8 @@ def verification_scale(problem: Problem) -> float:
 
 
 def exact_results(problem: Problem, x: Reals, scale: float, operands: OperandValues) -> tuple[Reals, dict[str, Reals]]:
-    """The exact transform of a problem over the last dimension of x, after its prologue; and what the prologue writes,
-    by name."""
+    """The exact transform of a problem over the last dimension of x, after its prologue; and the operands that the
+    prologue writes, by name."""
     prologue = prologue_of(problem)
     if prologue is None:
         return transform(problem, x, scale, operands), {}

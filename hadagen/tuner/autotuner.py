@@ -52,7 +52,7 @@ def add_winners(
     """Measure a problem on a CUDA device, and add its winners to the bundle at `path`, which need not exist. Does
     nothing if the bundle has measured winners of the problem on such a GPU.
 
-    arch_name: that of the device, which is known. known: the knobs of all entries of the problem in other bundles, for
+    arch_name: a known arch, that of the device. known: the knobs of all entries of the problem in other bundles, for
     any arch; without any, the seeds of the space are tried. seconds: from the moment when no other process measures
     until the winners are written. jobs: how many kernels are compiled at a time.
 
@@ -102,7 +102,7 @@ def _has_winners(path: Path, problem: Problem, here: Environment) -> bool:
 
 
 def _class_of(environment: Environment) -> tuple[str, int, int]:
-    """What GPUs have in common for which the same kernels win."""
+    """The values that are equal on all GPUs for which the same kernels win."""
     return environment.gpu, environment.sms, environment.memory_clock_mhz
 
 
@@ -120,7 +120,7 @@ def _read(path: Path, arch_name: str) -> tuple[Selection, dict[Problem, str]]:
 
 @contextmanager
 def _not_replaced(path: Path) -> Iterator[None]:
-    """Says of an error with a bundle that it is why no other takes its place."""
+    """A context in which an error with a bundle also says that therefore no other bundle replaces it."""
     try:
         yield
     except StorageError as error:
@@ -143,7 +143,7 @@ class Measuring:
     winner is left.
 
     first: the knobs to begin with. jobs: how many kernels are compiled at a time. `trials`: what was measured, in
-    order. `failure`: why the last kernel was not; "" if each was.
+    order. `failure`: why the last kernel was not measured; "" if each was.
     """
 
     def __init__(self, space: Space, device_index: int, first: Sequence[Knobs], deadline: float, jobs: int) -> None:

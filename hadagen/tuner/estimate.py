@@ -97,7 +97,7 @@ class EstimateRunner:
         )
 
     def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]:
-        """Builds `BUILT_AT_ONCE` variants for the host at a time, and yields each of them with its trial.
+        """Builds `BUILT_AT_ONCE` variants for the host at a time, and yields each variant with its trial.
 
         Raises `ToolchainError` if the host compiler dies for several kernels in a row.
         """
@@ -159,7 +159,7 @@ class EstimateRunner:
 
 
 def timings(estimate: Estimate, problem: Problem, arch: Arch) -> tuple[Timing, ...]:
-    """The estimated time of a kernel of a problem in each cell that a device of the arch has, beside that of a copy."""
+    """The estimated time of a kernel of a problem in each cell that a device of the arch has, and that of a copy."""
     times = ((cell, estimate.us(*cell)) for cell in all_cells(problem, arch.model.l2_bytes))
     return tuple(Timing(*cell, us, us, us, _copy_us(arch, problem, cell)) for cell, us in times)
 
@@ -170,8 +170,8 @@ def _copy_us(arch: Arch, problem: Problem, cell: Cell) -> float:
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
-    """Class of input → the larger error of out of place and in place, there at odd addresses if they may be, and with
-    the matrix transposed."""
+    """Class of input → the larger of two errors: out of place, and in place. The launch in place has odd addresses
+    where the kernel allows them, and the matrix transposed."""
     rows = verification_rows(problem, source.launch, ELEMENTS)
     apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)

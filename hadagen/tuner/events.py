@@ -55,8 +55,8 @@ class BatchBuilt:
 
 @dataclass(frozen=True)
 class VariantNotTried(OfClass):
-    """A compiler died, or the device was busy or throttled, for a `reason` that says nothing about the knobs. They are
-    tried again later. `advice`: what to do about the device; "" if it was a compiler."""
+    """A compiler died, or the device was busy or throttled, for a `reason` that says nothing about the knobs. The
+    knobs are tried again later. `advice`: what to do about the device; "" if it was a compiler."""
 
     problem: Problem
     knobs: Knobs
@@ -96,7 +96,7 @@ class PairRaced(OfClass):
 
 @dataclass(frozen=True)
 class FleetChanged:
-    """How a fleet is, about once a second."""
+    """The state of a fleet, about once a second."""
 
     state: FleetState
 

@@ -29,7 +29,7 @@ def objective(trial: Trial) -> float:
 def kernel_tuner_cache(recording: Recording) -> dict[str, Any]:
     """The recording as Kernel Tuner keeps one, with the names of its documentation. Times of a cache are in ms.
 
-    Beside `time`, each entry has `times`, time / copy of every cell, and `us`, microseconds of every cell, both in the
+    Besides `time`, each entry has `times`, time / copy of every cell, and `us`, microseconds of every cell, both in the
     order of the recording's cells.
     """
     return {

@@ -37,7 +37,7 @@ class Mirror(AbstractContextManager["Mirror"]):
     """Optuna's tables in a store. As a context manager it closes its connections at the end.
 
     Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
-    again what it does, see `hadagen.tuning_db.database`.
+    repeats its work, see `hadagen.tuning_db.database`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -67,7 +67,7 @@ class Mirror(AbstractContextManager["Mirror"]):
         return self._store.patiently(opened)
 
     def count(self, study: optuna.Study) -> int:
-        """The number of trials of a study, of all runs."""
+        """The number of trials of a study, over all its runs."""
         if self._tables is None:
             return self._store.patiently(lambda: len(study.get_trials(deepcopy=False)))
         table = self._tables["trials"]
@@ -80,7 +80,7 @@ class Mirror(AbstractContextManager["Mirror"]):
         return self._store.patiently(counted)
 
     def noted(self, study: optuna.Study) -> dict[str, Any]:
-        """What was noted about a study."""
+        """The values that were noted about a study, by name."""
         return self._store.patiently(lambda: study.user_attrs)
 
     def note(self, study: optuna.Study, name: str, value: Any) -> None:

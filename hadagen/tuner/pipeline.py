@@ -58,8 +58,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     `build` compiles variants and returns results in their order; None for a runner that needs no kernels. A kernel is
     measured once: other knobs that compile to it get its trial with their own knobs. Knobs that were `NotTried` come
     again in a later batch, for `ATTEMPTS` in all; then their trial has failed, or the run if the device was disturbed.
-    `known`: trials whose kernels were measured before. `stopped`: set
-    to stop building. As a context manager it ends its threads.
+    `known`: trials whose kernels were measured before. `stopped`: set to stop building. As a context manager it ends
+    its threads.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             self._under_way += 1
 
     def _build(self, batch: Batch) -> Sequence[_Built]:
-        """What became of each source of a batch."""
+        """The kernel of each source of a batch, or why it has none."""
         if self._build_kernels is None:
             return [None] * len(batch)
         plans = (plan_of(problem, knobs, starts_early=self._arch.starts_early) for problem, knobs in batch)

@@ -34,10 +34,10 @@ PART_SUFFIX = ".part"
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """What to record, with what, and where.
+    """The options of `record`.
 
-    `arch`: has the reduced ranges. `cells`: problem → cells that `runner` times. `environment`: of the device, with
-    `nvcc`. `folder`: gets a file for each problem, with its name. `stopped`: set to stop building.
+    `arch`: has the reduced ranges. `cells`: problem → cells that `runner` times. `environment`: that of the device,
+    with `nvcc`. `folder`: gets a file for each problem, with its name. `stopped`: set to stop building.
     """
 
     arch: Arch
@@ -53,7 +53,7 @@ class RecordOptions:
 class RecordReport:
     """How a recording ended.
 
-    `outcomes`: problem → outcome → number of trials so far, of all runs. `files`: problem → its file, for complete
+    `outcomes`: problem → outcome → number of trials so far, over all runs. `files`: problem → its file, for complete
     problems. `finished`: number of trials of this run. `interrupted`: whether variants are left to measure.
     """
 

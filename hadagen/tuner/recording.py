@@ -42,7 +42,7 @@ class Recording:
 
     `ranges`: knob → the values that were searched. `cells`: where each kernel was timed. `environment` and `date` (UTC,
     ISO 8601, of the beginning) are those of all trials. The trials are as `as_kept` returns them. `former`: trials of
-    knobs or values that are gone since; no search tries them, but they may be the best there is.
+    knobs or values that searches no longer have; no search tries them, but they may be the best.
     """
 
     problem: Problem
@@ -173,7 +173,7 @@ def _trial(recording: Recording, values: Mapping[str, Any]) -> Trial:
     if outcome is Outcome.OK and not timings:
         raise ValueError(f"a trial is {outcome.value} without a time")
     knobs = dict(zip(recording.ranges, values["knobs"], strict=True))
-    with suppress(UsageError):  # of a knob that is gone
+    with suppress(UsageError):  # the values of a knob that no longer exists
         knobs = Knobs.from_dict(knobs).to_dict()  # knobs newer than the recording have their defaults
     return Trial(
         problem=recording.problem,

@@ -51,11 +51,13 @@ def refine(
 ) -> list[Problem]:
     """Time the best kernels of problems between their element counts, and add the times to their trials in the store.
 
-    gpu: where `measure` times; it is asked once for each round, of all problems, and what it yields is stored at once.
-    A kernel that is wrong or unstable by now wins nothing any more: that is what all its trials on that GPU become. One
-    that ends otherwise is not timed again in this run. Where an earlier run has timed all these kernels it is not done
-    again, but where a winner is named. No kernel is timed after `deadline`, in seconds of `time.monotonic`; the next
-    run goes on there. Returns those of the problems that have trials on that GPU. Raises `StorageError` where the store
+    gpu: where `measure` times. `measure` is called once for each round, with the kernels of all problems, and the
+        trials that it yields are stored at once.
+
+    A kernel that is wrong or unstable by now wins nothing any more: all its trials on that GPU get that outcome. A
+    kernel that ends otherwise is not timed again in this run. A place where an earlier run has timed all these kernels
+    is left out, unless a winner is named there. No kernel is timed after `deadline`, in seconds of `time.monotonic`;
+    the next run goes on there. Returns the problems that have trials on that GPU. Raises `StorageError` where the store
     cannot keep a time.
     """
     ended: set[str] = set()  # digests of kernels that were not ok in this run

@@ -31,8 +31,8 @@ Order = Sequence[Trial]  # in the order in which a search evaluated them
 class Field:
     """A recording to search: the trials whose knobs are legal by today's rules.
 
-    `best` and `worst`: cell → microseconds; the best may be a trial of knobs that are gone. `evaluations`: how many a
-    search makes; 0 for the default. `of` raises `UsageError` if no trial is legal and right.
+    `best` and `worst`: cell → microseconds; the best may be a trial whose knobs the search no longer has.
+    `evaluations`: those of a search; 0 for the default. `of` raises `UsageError` if no trial is legal and right.
     """
 
     recording: Recording
@@ -74,7 +74,7 @@ def times_of(trial: Trial) -> dict[Cell, float]:
 
 
 def default_search(field: Field, seed: int, work: Callable[..., Work] = Pipeline) -> Order:
-    """The trials of `tune` for one problem, without known winners and without a store. work: as in `TuneOptions`."""
+    """The trials of `tune` for one problem, without known winners and without a store. `work` as in `TuneOptions`."""
     order: list[Trial] = []
 
     def listen(event: Event) -> None:

@@ -63,14 +63,14 @@ RANKED, SEEDS = 8, 12  # knobs to begin with: the best by the cost model, and th
 CHILD_SHARE = 4
 LEAST_OF_CHILD = 3
 NEIGHBORS_TURN = 4  # one of this many trials has the best knobs so far of a neighboring problem
-NEAREST = 2  # of the problems with another matrix, beside the neighbors
+NEAREST = 2  # nearest problems with another matrix, besides the neighbors
 _RACES = "races"  # claimed while the near-ties of a problem are raced
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to search, with what, and for how long.
+    """The options of `tune`.
 
     `store`: keeps the trials; None for a search that keeps none. `build`: compiles variants and returns results in
     their order; None for a runner that needs no kernels. `trials`: number of trials for each problem, including those
@@ -200,7 +200,7 @@ class _Search:
             self.stopped = "out of time"
 
     def race(self) -> None:
-        """Race the near-ties of all problems with new trials since their last race, of this run or an earlier one.
+        """Race the near-ties of all problems that got trials, in any run, since their last race.
 
         Does nothing if the runner cannot race.
         """
@@ -389,9 +389,9 @@ class _Search:
         return True
 
     def _winners_nearby(self, study: Study) -> list[Knobs]:
-        """The best knobs of the problems that differ least, of this run or earlier ones.
+        """The best knobs, from this run or earlier runs, of the problems that differ least.
 
-        Those of the parent come always, those of other neighbors every `NEIGHBORS_TURN` trials.
+        The knobs of the parent always come, the knobs of other neighbors every `NEIGHBORS_TURN` trials.
         """
         problem = study.problem
         nearby = [problem.parent] if problem.parent else []

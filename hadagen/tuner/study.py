@@ -44,7 +44,7 @@ Scores = tuple[float, float, float]
 
 
 def scores(trial: Trial) -> Scores:
-    """Geometric mean of the fraction of copy in each of `REGIMES`; 0 in one that was not timed."""
+    """The score in each of `REGIMES`: the geometric mean of fractions of copy; 0 in a regime that was not timed."""
     l2_bytes = trial.environment.l2_bytes
     return _means(
         (regime(trial.problem, timing.elements, timing.destination, timing.cache, l2_bytes), timing.fraction_of_copy)
@@ -144,7 +144,7 @@ def step_from(knobs: Knobs, arch: Arch, choose: random.Random) -> dict[str, Any]
 class Study:
     """The search of one problem on `device` (a GPU's name, or "estimated").
 
-    `known`: the trials so far, of any run. The study learns from them, and does not repeat them. `mirror`: Optuna's
+    `known`: the trials of all runs so far. The study learns from them, and does not repeat them. `mirror`: Optuna's
     tables; None for a search that keeps nothing. The same `seed` and the same answers give the same questions.
     `elsewhere`: the knobs, as `knobs_key`, that other runs had claimed after `known` was read.
     """
@@ -166,7 +166,7 @@ class Study:
         }
         self._first: deque[Knobs] = deque()
         self._suggested: deque[Knobs] = deque()
-        self._asked: dict[Knobs, optuna.Trial | None] = {}  # with the trial of those that TPE named
+        self._asked: dict[Knobs, optuna.Trial | None] = {}  # with the trial of Optuna, if TPE named the knobs
         self._elsewhere: set[Knobs] = set()
         self._told = set(known)
         self.best_by_cell = best_of_trials(known.values())
@@ -210,17 +210,17 @@ class Study:
 
     @property
     def is_raced(self) -> bool:
-        """Whether its near-ties were raced since its last trial, by any run."""
+        """Whether any run has raced the near-ties of this study since its last trial."""
         noted = self._mirror.noted(self.mirrored) if self._mirror and self.mirrored else {}
         return bool(self.mirrored) and noted.get(_RACED) == self.kept
 
     @property
     def kept(self) -> int:
-        """Number of trials in Optuna's tables, of all runs. It never decreases."""
+        """Number of trials in Optuna's tables, over all runs. It never decreases."""
         return self._mirror.count(self.mirrored) if self._mirror and self.mirrored else 0
 
     def mark_raced(self, kept: int) -> None:
-        """Note that the near-ties of the first `kept` trials were raced."""
+        """Record that the near-ties of the first `kept` trials were raced."""
         if self._mirror and self.mirrored:
             self._mirror.note(self.mirrored, _RACED, kept)
 

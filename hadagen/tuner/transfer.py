@@ -1,12 +1,12 @@
-"""Winners for an arch of which no GPU was measured: recipes of another arch, ranked by the cost model.
+"""Winners for an arch without a measured GPU: recipes of another arch, ranked by the cost model.
 
-Only what won on a measured GPU may win here: of other kernels, the cost model takes some that are much too slow. A
+Only a recipe that won on a measured GPU may win here: the cost model would choose much slower kernels too. Such a
 recipe is taken as it is where it is legal on the arch, and else the nearest legal knobs. Where nothing is legal there
 is no winner, and PyTorch computes the transform.
 
-The model does not see all that makes one kernel faster than another. So of kernels that it cannot tell apart, the one
-that won on a measured GPU with as many elements for each SM ranks first. On the recordings of an H100, that comes
-nearer to the best kernel, and where the winners are of quite other counts it loses nothing.
+The model does not see all that makes one kernel faster than another. So among kernels that it cannot tell apart, the
+one that won on a measured GPU with as many elements for each SM ranks first. On the recordings of an H100, that comes
+nearer to the best kernel, and loses nothing where the winners have quite other element counts.
 
 No kernel runs. So these winners are marked `estimated` and have no errors: a call compares a kernel that is compiled
 there with PyTorch first.
@@ -34,9 +34,9 @@ from hadagen.tuning_db.make import measured_in
 from hadagen.tuning_db.merge import Selection, write_selection
 from hadagen.tuning_db.winners import cell_value, digest_of, invariant_arithmetic, portfolio_of, ranked_by_cell
 
-DIGITS = 3  # of a time that is written; no estimate is more precise
+DIGITS = 3  # significant digits of a time that is written; no estimate is more precise
 
-# Knobs of a problem → for each destination and element count, on how many of the measured GPUs, of 1, they won there.
+# Knobs of a problem → for each destination and element count, the share of the measured GPUs on which they won there.
 Recipes = dict[tuple[Problem, Knobs], dict[tuple[Destination, int], float]]
 
 
@@ -82,10 +82,10 @@ def estimated_winners(source: Bundle, arch: Arch) -> tuple[Selection, dict[Probl
 
 
 def _recipes(entries: Iterable[BundleEntry], arch: Arch) -> Recipes:
-    """What may win on an arch, and where it won with as many elements for each SM."""
+    """The recipes that may win on an arch, and where each won with as many elements for each SM."""
     spaces: dict[Problem, Space] = {}
     legal: dict[tuple[Problem, Knobs], Knobs | None] = {}
-    # Of each GPU, with its SMs, the winner at each element count.
+    # For each GPU, with its number of SMs: the winner at each element count.
     lines: dict[tuple[Problem, Destination, str, int], dict[int, Knobs]] = defaultdict(dict)
     for entry in reversed(list(entries)):  # the winner of a cell comes after its portable one
         problem, knobs = entry.problem, Knobs.like(entry.knobs)

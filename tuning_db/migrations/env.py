@@ -1,4 +1,4 @@
-"""What Alembic runs: the migrations, in the transaction that the caller has begun."""
+"""The script that Alembic runs: the migrations, in the transaction that the caller has begun."""
 
 from alembic import context
 

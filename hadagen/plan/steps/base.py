@@ -32,7 +32,7 @@ IN_16_BITS, AS_LOADED = "in 16 bits", "as loaded"
 # Kind of coordinate, such as "lane" → digit of it → the axis that lives there, as `Placement.digits_of` says.
 Coordinates = Mapping[str, Mapping[Axis, Axis]]
 
-# Bytes of one register, and of one 16-byte vector, of all threads of a warp.
+# Bytes that all threads of a warp have in one register each, and in one 16-byte vector each.
 WARP_BYTES, WARP_VECTOR_BYTES = 128, 512
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
@@ -68,7 +68,7 @@ BARRIERS = Region("barriers", 128)  # room for all mbarriers; keeps what follows
 
 
 class Step:
-    """What a step does to the bits of an index, to the form of values and to their error, and what it costs.
+    """A step of a plan: its effect on the bits of an index, on the form of values and on their error, and its cost.
 
     Each kind is a frozen dataclass. The defaults are those of a step that does arithmetic on every value in its place,
     in any form, and transforms no bit. Its block in a kernel is the macro of its name in `template`.
@@ -98,7 +98,7 @@ class Step:
 
     @property
     def over_blocks(self) -> bool:
-        """Whether it transforms the bits at cta too. Each block must then have loaded the shares of all blocks."""
+        """Whether the step transforms bits at cta too. Each block must then have loaded the shares of all blocks."""
         return False
 
     @property
@@ -116,11 +116,11 @@ class Step:
         """The part of the scale that it multiplies by; "" for none."""
         return ""
 
-    operands: tuple[Operand, ...] = ()  # that the kernel takes for its sake, of those that its problem has
+    operands: tuple[Operand, ...] = ()  # operands that the kernel takes for this step, if its problem has them
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
-        """The features that the arch must have (`hadagen.plan.arch.Feature`). dtype: of the input; carrier: the form of
-        the values before it."""
+        """The features that the arch must have (`hadagen.plan.arch.Feature`). dtype: the type of the input; carrier:
+        the form of the values before it."""
         return frozenset()
 
     def regions(self, plan: Draft) -> Iterator[Region]:
@@ -139,7 +139,7 @@ class Step:
 
     @property
     def changes_values(self) -> bool:
-        """Whether it does arithmetic. Steps that only move or convert values do not."""
+        """Whether the step does arithmetic. Steps that only move or convert values do not."""
         return bool(self.places or self.multiplies)
 
     def axes(self, before: Placement) -> tuple[Axis, ...]:
@@ -155,8 +155,10 @@ class Step:
         """Reasons why it cannot sum over blocks as step `at` of the plan."""
         if not plan.cta_bits:
             yield "there is one block, and no other to sum over"
-        if not all(step.loads for step in plan.steps[:at]) or (plan.load.staged and not plan.load.multicast):
-            yield "only what each block has loaded, straight to registers or by multicast, is summed over blocks"
+        if not all(step.loads for step in plan.steps[:at]):
+            yield "only what each block has loaded is summed over blocks"
+        if plan.load.staged and not plan.load.multicast:
+            yield "whole rows take another way (load must be plain or multicast)"
         if plan.crosses_blocks:
             yield "bits that are summed over blocks are not exchanged between them"
 
@@ -175,8 +177,8 @@ class Step:
         return left if self.multiplies else 1.0
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        """All that the last bits of its results depend on, as step `at` of the plan; () if it is exact. Plans whose
-        steps say the same give the same bits."""
+        """Everything that decides the last bits of this step's results when it is step `at` of the plan; () if the step
+        is exact. Plans whose steps return the same give the same bits."""
         if not (self.changes_values or self.leaves):
             return ()
         return self.name, *map(str, self.axes(plan.before(at))), *plan.carriers[at : at + 2]
@@ -186,7 +188,7 @@ class Step:
         return Cost(plan.words(carrier), waits={"arithmetic": 1})
 
     def sentence(self, bits: str) -> str:
-        """What it does, in words. bits: the numbers of the bits that it transforms, as text."""
+        """The step in words. bits: the numbers of the bits that it transforms, as text."""
         return self.says.format(bits=bits, **vars(self))
 
     def __str__(self) -> str:
@@ -215,7 +217,7 @@ def mixed_chunk_bits(steps: Iterable[Step]) -> int:
 
 
 class Loading(Protocol):
-    """What other steps ask of the step that loads a tile; see `hadagen.plan.steps.memory.Load`."""
+    """The step that loads a tile, as other steps see it; see `hadagen.plan.steps.memory.Load`."""
 
     path: str
     stages: int
@@ -232,7 +234,7 @@ class Loading(Protocol):
 
 
 class Exchanging(Protocol):
-    """What other steps ask of an exchange; see `hadagen.plan.steps.exchanges.Exchange`."""
+    """An exchange, as other steps see it; see `hadagen.plan.steps.exchanges.Exchange`."""
 
     carrier: str
     rounds: int
@@ -245,10 +247,14 @@ class Exchanging(Protocol):
 
 
 class Tile:
-    """How the values of a tile lie, from the load to the store. A plan has one: a step, or `RowTile`."""
+    """How the values of a tile lie, from the load to the store. A plan has one.
 
-    flips: ClassVar[tuple[bool, ...]]  # the `before` of the steps `Signs` of a signed transform
-    # Its macros go before those of the same name that other steps have in theirs.
+    The base class is that of whole rows in registers, where each thread has the vectors that it loads. A step that
+    derives from it says how else values lie.
+    """
+
+    flips: ClassVar[tuple[bool, ...]] = (True, False)  # the `before` of the steps `Signs` of a signed transform
+    # The file whose macros go before those of the same name that other steps have in theirs.
     template = "steps.cu.j2"
 
     def held_from(self, plan: Draft) -> int:
@@ -257,49 +263,80 @@ class Tile:
 
     def placement(self, plan: Draft) -> Placement:
         """The placement as loaded."""
-        raise NotImplementedError
+        vector_bits = plan.vector_elements.bit_length() - 1
+        return Placement.standard(vector_bits, plan.chunk_bits, plan.warp_bits, plan.cta_bits, plan.problem.odd_factor)
 
     def warps(self, plan: Draft) -> int:
         """Warps of a block for each of 2^warp_bits."""
-        raise NotImplementedError
+        return plan.problem.odd_factor
 
     def vectors(self, plan: Draft) -> int:
         """16-byte vectors of a tile in one thread."""
-        raise NotImplementedError
+        return (THREAD_ELEMENTS << plan.chunk_bits) // plan.vector_elements
 
     def eights(self, plan: Draft) -> int:
-        """How many times eight values a thread has between steps; 0 if it has none."""
-        raise NotImplementedError
+        """The number of groups of eight values that a thread has between steps; 0 if it has none."""
+        return 1 << plan.chunk_bits
 
     def staged_bytes(self, plan: Draft) -> int:
         """Bytes of a staged tile, as far as a block loads it."""
-        raise NotImplementedError
+        return plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
         """The least registers of a thread for its values, fp32 if `wide`."""
-        raise NotImplementedError
+        dtype, load = plan.problem.io.input, plan.load
+        loaded = 2 * dtype.bytes  # registers for a chunk
+        shares = 1 if dtype is DType.FLOAT32 else plan.shares_loaded  # fp32 is summed vector by vector
+        fetched = loaded if load.stages > 1 and not load.staged else 0
+        return max(8 if wide else 4, loaded * shares) + fetched << plan.chunk_bits
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
         """The digits of coordinates of the fp32 values of a thread, as `Placement.digits_of` says. The lowest digit of
         `value` is `pair`. before: the placement of the values."""
-        raise NotImplementedError
+        values = {Axis(digit.radix, 2 * digit.stride): axis for digit, axis in before.digits_of("reg").items()}
+        threads = {kind: before.digits_of(kind) for kind in ("lane", "warp", "cta")}
+        return {"value": {Axis(2, 1): before.axes[PAIR], **values}, **threads}
 
     def rows_apart(self, plan: Draft) -> Coordinates:
         """The digits of `coordinates` that tell rows of X apart, if some rows lie beyond the end of X."""
         return {}
 
+    def _moves(self, plan: Draft) -> bool:
+        """Whether a thread stores elsewhere than it loads."""
+        return plan.placements[-1] != plan.loaded or plan.shares_loaded > 1
+
     def of_thread(self, plan: Draft) -> dict[str, str]:
-        """What a thread computes once, besides its lane: name → C expression."""
-        raise NotImplementedError
+        """The values that a thread computes once, besides its lane: name → C expression."""
+        loaded, stored = plan.loaded, plan.placements[-1]
+        load_lane, lanes = f"lane * {plan.vector_elements}", stored.digits_of("lane")
+        store_lane = load_lane if lanes == loaded.digits_of("lane") else scatter("lane", lanes)
+        store_at = add(store_lane, scatter("warp", stored.digits_of("warp")), scatter("rank", stored.digits_of("cta")))
+        return {
+            **({"warp": "thread_index() / 32"} if plan.warps > 1 else {}),
+            **({"rank": "cluster_rank()"} if plan.cta_bits else {}),
+            "load_at": add(load_lane, scatter("warp", loaded.digits_of("warp"))),
+            **({"store_at": store_at} if self._moves(plan) else {}),
+        }
 
     def names(self, plan: Draft) -> dict[str, Any]:
         """Names and values for the template of a kernel."""
-        raise NotImplementedError
+        stored = plan.placements[-1]
+        return {
+            "stages_from": "loads.cu.j2",  # the template that says how tiles are staged
+            "vectors": plan.vectors,
+            "stored_at": "store_at" if self._moves(plan) else "load_at",
+            # Offset of vector i of a thread from its first.
+            "store_vector": scatter("i", stored.digits_of("reg", first=len(plan.vector_places) - 1)) or "0",
+        }
+
+
+_ROWS = Tile()
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The steps of a problem over 2^chunk_bits chunks a warp, `odd_factor` · 2^warp_bits warps and 2^cta_bits blocks.
+    """The steps of a problem, for a tile of 2^chunk_bits chunks in each warp, `odd_factor` · 2^warp_bits warps in each
+    block, and 2^cta_bits blocks.
 
     With a matrix, chunks are the columns that a warp adds and subtracts, and there are 2^warp_bits groups of warps.
 
@@ -349,7 +386,7 @@ class Draft:
 
     @property
     def eights(self) -> int:
-        """How many times eight values a thread has between steps."""
+        """The number of groups of eight values that a thread has between steps."""
         return self.tile.eights(self)
 
     def words(self, carrier: str) -> int:
@@ -405,7 +442,7 @@ class Draft:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """What the kernel takes."""
+        """The params of the kernel."""
         return params_for(self.problem, [operand for step in self.steps for operand in step.operands])
 
     @property
@@ -444,8 +481,8 @@ class Draft:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the last tile may be partly beyond the end of the array, because tiles hold several of what there are
-        whole ones of."""
+        """Whether the last tile may be partly beyond the end of the array: if a tile holds several `Problem.unit`s, and
+        an array any number."""
         return self.tile_elements > self.problem.unit
 
     @property
@@ -476,69 +513,6 @@ class Draft:
         return Footprint(self)
 
 
-class RowTile(Tile):
-    """Whole rows in registers, each thread with the vectors that it loads."""
-
-    flips = True, False
-
-    def placement(self, plan: Draft) -> Placement:
-        vector_bits = plan.vector_elements.bit_length() - 1
-        return Placement.standard(vector_bits, plan.chunk_bits, plan.warp_bits, plan.cta_bits, plan.problem.odd_factor)
-
-    def warps(self, plan: Draft) -> int:
-        return plan.problem.odd_factor
-
-    def vectors(self, plan: Draft) -> int:
-        return (THREAD_ELEMENTS << plan.chunk_bits) // plan.vector_elements
-
-    def eights(self, plan: Draft) -> int:
-        return 1 << plan.chunk_bits
-
-    def staged_bytes(self, plan: Draft) -> int:
-        return plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes
-
-    def registers(self, plan: Draft, *, wide: bool) -> int:
-        dtype, load = plan.problem.io.input, plan.load
-        loaded = 2 * dtype.bytes  # registers for a chunk
-        shares = 1 if dtype is DType.FLOAT32 else plan.shares_loaded  # fp32 is summed vector by vector
-        fetched = loaded if load.stages > 1 and not load.staged else 0
-        return max(8 if wide else 4, loaded * shares) + fetched << plan.chunk_bits
-
-    def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
-        values = {Axis(digit.radix, 2 * digit.stride): axis for digit, axis in before.digits_of("reg").items()}
-        threads = {kind: before.digits_of(kind) for kind in ("lane", "warp", "cta")}
-        return {"value": {Axis(2, 1): before.axes[PAIR], **values}, **threads}
-
-    def _moves(self, plan: Draft) -> bool:
-        """Whether a thread stores elsewhere than it loads."""
-        return plan.placements[-1] != plan.loaded or plan.shares_loaded > 1
-
-    def of_thread(self, plan: Draft) -> dict[str, str]:
-        loaded, stored = plan.loaded, plan.placements[-1]
-        load_lane, lanes = f"lane * {plan.vector_elements}", stored.digits_of("lane")
-        store_lane = load_lane if lanes == loaded.digits_of("lane") else scatter("lane", lanes)
-        store_at = add(store_lane, scatter("warp", stored.digits_of("warp")), scatter("rank", stored.digits_of("cta")))
-        return {
-            **({"warp": "thread_index() / 32"} if plan.warps > 1 else {}),
-            **({"rank": "cluster_rank()"} if plan.cta_bits else {}),
-            "load_at": add(load_lane, scatter("warp", loaded.digits_of("warp"))),
-            **({"store_at": store_at} if self._moves(plan) else {}),
-        }
-
-    def names(self, plan: Draft) -> dict[str, Any]:
-        stored = plan.placements[-1]
-        return {
-            "stages_from": "loads.cu.j2",  # the template that says how tiles are staged
-            "vectors": plan.vectors,
-            "stored_at": "store_at" if self._moves(plan) else "load_at",
-            # Offset of vector i of a thread from its first.
-            "store_vector": scatter("i", stored.digits_of("reg", first=len(plan.vector_places) - 1)) or "0",
-        }
-
-
-_ROWS = RowTile()
-
-
 class Footprint:
     """The shared memory and registers of a plan, or of a draft that has only the steps that take any."""
 
@@ -554,7 +528,7 @@ class Footprint:
         return max((offset + size for offset, size in self._regions.values()), default=0)
 
     def offset(self, name: str) -> int:
-        """Of the region of this name; of one that no step asks for, where it would begin."""
+        """The offset of the region of this name; if no step asks for it, the offset at which it would begin."""
         return self._regions[name][0]
 
     def size(self, name: str) -> int:

@@ -36,8 +36,8 @@ class Groups(NamedTuple):
     """
 
     others: tuple[Axis, ...]  # digits of `value` that tell groups apart, bits last
-    shared: tuple[Axis, ...]  # digits of `lane` that tell elements apart: of those that share the work,
-    lanes: tuple[Axis, ...]  # and of the others
+    shared: tuple[Axis, ...]  # digits of `lane` that tell elements apart: by which lanes share the work,
+    lanes: tuple[Axis, ...]  # and all others
     other_lanes: tuple[Axis, ...]  # digits of `lane` that tell groups apart
     warps: tuple[Axis, ...]  # digits of `warp` that tell elements apart,
     other_warps: tuple[Axis, ...]  # and groups
@@ -73,7 +73,7 @@ class Groups(NamedTuple):
 
     @property
     def slot(self) -> str:
-        """C expression for the number of a group in shared memory, of group `g` of those that a thread has."""
+        """C expression for the number in shared memory of group `g` of a thread."""
         lanes = (*self.shared, *self.other_lanes)
         of_lane, of_warp = _numbers(lanes, self.mine), _numbers(self.other_warps, self.mine * _count(lanes))
         return add("g", scatter("lane", of_lane), scatter("warp", of_warp))
@@ -99,7 +99,7 @@ def _groups(digits: tuple[tuple[str, Axis, Axis], ...], size: int) -> Groups:
 
 
 def _coordinates(plan: Draft) -> Coordinates:
-    """Those of values before they are quantized."""
+    """The coordinates of values before they are quantized."""
     at = next(at for at, step in enumerate(plan.steps) if isinstance(step, Largest | Quantize))
     return plan.tile.coordinates(plan, plan.before(at))
 
@@ -123,8 +123,8 @@ def _numbers(digits: Iterable[Axis], factor: int = 1) -> dict[Axis, Axis]:
 
 @dataclass(frozen=True)
 class Largest(Step):
-    """Finds the largest magnitude of each group, a NaN where there is one: of a thread, then of the lanes by shuffles,
-    then of the warps through shared memory."""
+    """Finds the largest magnitude of each group, or NaN if the group has one: within a thread, then across lanes by
+    shuffles, then across warps through shared memory."""
 
     name = "Largest"
     says = "the largest magnitude of each group"
@@ -133,7 +133,7 @@ class Largest(Step):
     holds_all = True
 
     def regions(self, plan: Draft) -> Iterator[Region]:
-        """What warps tell each other of a group that several have values of."""
+        """The memory for the maxima of a group, through which the warps that have its values share them."""
         yield Region("peaks", Groups.of(plan).shared_bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
@@ -287,8 +287,8 @@ class Quantize(Store):
 
 
 def _first_of_group(groups: Groups, coordinates: Coordinates) -> str:
-    """C expression for where group `g` of those that a lane makes the scale of begins; 0 where a digit is none of the
-    coordinates."""
+    """C expression for the first element of group `g` among the groups whose scales a lane makes. A digit that is not
+    among the coordinates counts as 0."""
     own = len(groups.others) - len(groups.shared)
     numbers = _numbers(groups.others[:own])
     handed = dict(zip(groups.shared, groups.others[own:], strict=True))
@@ -304,7 +304,7 @@ def _first_of_group(groups: Groups, coordinates: Coordinates) -> str:
 
 
 def _signs(coordinates: Coordinates) -> dict[str, Any]:
-    """Where the bits of the signs after the transform are, of which a byte has eight neighbors."""
+    """Where the bits of the signs after the transform lie. A byte has the bits of eight neighbors."""
     values = coordinates["value"]
     bytes_of = {digit: axis for digit, axis in values.items() if axis.stride >= _SIGNS_OF_BYTE}
     numbers = _numbers(bytes_of)
@@ -339,8 +339,8 @@ class Renumber(Step):
 
 
 def _code(form: Format, near: bool, in_pairs: bool) -> tuple[str, str]:
-    """The type of its codes in `templates/common/codes.cuh`, and what of a scale gives the values that it encodes
-    quickly. near: values are not rounded before. in_pairs: they were of 16 bits."""
+    """The type of the codes of a format in `templates/common/codes.cuh`, and the C expression for a value that the type
+    encodes quickly. near: values are not rounded before. in_pairs: they were of 16 bits."""
     name, plain = form.element.value.capitalize(), "plain(f[value])"
     lowest = "true" if form.rule in ("convrot", "quarot") else "false"  # whether the least integer is a code
     if form.element is Element.E2M1 and near and in_pairs:

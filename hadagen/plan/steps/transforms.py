@@ -65,9 +65,9 @@ class Gather(Step):
     multiplies = "scale"
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        yield from self.faults_over_blocks(plan, at)
         if not plan.load.multicast:
-            yield "it finds what a multicast has brought"
+            yield "fp32 is summed over blocks from shared memory (load must be multicast)"
+        yield from self.faults_over_blocks(plan, at)
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         shares = plan.shares_loaded
@@ -112,12 +112,12 @@ class Mma(Step):
 
     @property
     def in_parts(self) -> bool:
-        """Whether it takes fp32."""
+        """Whether this mma takes fp32."""
         return self.operand in PARTS
 
     @property
     def cuts(self) -> bool:
-        """Whether it cuts values off to one tf32."""
+        """Whether this mma cuts values off to one tf32."""
         return self.operand == "tf32" and self.parts == 1
 
     @property

@@ -159,7 +159,7 @@ def curve_chart(curves: Sequence[Curve]) -> Drawn:
 
 
 def error_charts(points: Sequence[ErrorPoint]) -> Drawn:
-    """Errors on a logarithmic axis, and beside them as a share of the bound of their problem."""
+    """Two charts of errors: on a logarithmic axis, and as a share of the bound of their problem."""
     lengths = [point.n for point in points]
     highest = max(1.0, *(point.error / point.bound for point in points))
     common: dict[str, Any] = {

@@ -70,7 +70,7 @@ def speed_charts(over_n: Sequence[OverN], over_sizes: Sequence[OverSizes]) -> Dr
             "sizes": _over_sizes_source(some),
             "panels": [panel.sources for panel in panels],
             "lines": chart.sources,
-            # Each by series, as `names` are.
+            # Each list is by series, as `names` is.
             "renderers": [list(each) for each in zip(*(panel.dots for panel in panels), *chart.renderers, strict=True)],
             "joints": [list(each) for each in zip(*(panel.joints for panel in panels), strict=True)],
             "regimes": list(REGIMES),
@@ -161,7 +161,7 @@ class _SizesChart:
 
     @staticmethod
     def _label(text: str, x: float) -> Label:
-        """At the top of the chart."""
+        """A label at the top of the chart."""
         place: dict[str, Any] = {"x": x, "y": 290, "x_offset": 6, "y_units": "screen"}
         return Label(text=text, text_font_size="12px", text_color=FAINT, **place)
 
@@ -185,8 +185,8 @@ def times_left_out(lines: Sequence[OverSizes]) -> int:
 
 
 def _first_shown(over_sizes: Sequence[OverSizes]) -> OverSizes:
-    """A line of the device, kind and destination that have most lines, of plain rows if there are any; of the n in
-    their middle."""
+    """The line that is shown first: of the device, kind and destination with the most lines (of plain rows if there are
+    any), the line of the middle n."""
     plain = [line for line in over_sizes if line.shown.kind == PLAIN] or over_sizes
     most, _ = max(sorted(Counter(line.shown for line in plain).items()), key=lambda item: item[1])
     lines = sorted((line for line in plain if line.shown == most), key=lambda line: line.n)

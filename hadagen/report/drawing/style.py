@@ -33,7 +33,7 @@ ACCENT, TEXT, FAINT, GRID, BAND = "#0072b2", "#1f2430", "#6b7280", "#e5e7eb", "#
 
 
 class Drawn(NamedTuple):
-    """What is placed in a page, and what fills it once the page is open, if anything does."""
+    """An element of a page, and the script that fills it once the page is open, if it has one."""
 
     body: UIElement
     update: CustomJS | None = None
@@ -78,16 +78,16 @@ def span_of(values: Iterable[int]) -> Range1d:
 
 
 def mark_ticks(chart: Any, ticks: Sequence[int], text_of: Callable[[int], str]) -> None:
-    """Puts the marks of the x axis there, which is logarithmic."""
+    """Puts the marks of the logarithmic x axis at `ticks`."""
     chart.xaxis.ticker = FixedTicker(ticks=list(ticks))
     chart.xaxis.major_label_overrides = {tick: text_of(tick) for tick in ticks}
     chart.xgrid.ticker = chart.xaxis[0].ticker
 
 
 def add_legend(chart: Any, items: Iterable[tuple[str, Sequence[Any]]]) -> None:
-    """Beside the chart, so that it hides no data. A click on a name hides or shows what it stands for.
+    """Add a legend beside the chart, where it hides no data. A click on a name hides or shows its marks.
 
-    items: names, each with the renderers of the chart that it stands for.
+    items: names, each with its renderers of the chart.
     """
     legend = Legend(
         items=[LegendItem(label=name, renderers=list(renderers)) for name, renderers in items],
