@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -86,7 +87,7 @@ class BundlePath(click.Path):
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
-        path = Path(super().convert(value, parameter, context))
+        path = Path(os.fsdecode(super().convert(value, parameter, context)))
         return path if path.exists() else shipped().get(str(path), path)
 
 
