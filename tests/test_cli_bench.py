@@ -205,7 +205,9 @@ def test_a_copy_kernel_that_does_not_compile_is_named(fake_gpu: None, monkeypatc
 BETWEEN = ("bench", "between", "--n", "2,4", "--numerics", "fast", "--inplace", "--out-of-place", "--counts", "5")
 
 
-def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_path: Path) -> None:
+def test_what_calls_lose_between_the_sizes_that_were_tuned(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "3")
     table = tmp_path / "between.csv"
     report = json.loads(succeed(*BETWEEN, "--csv", table, "--json"))
@@ -234,6 +236,7 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
         ("Test GPU", "0.0100", "2.020"),
     ]
 
+    monkeypatch.setenv("COLUMNS", "120")
     title, _, four, total = succeed(*BETWEEN).splitlines()
     assert title.startswith("Test GPU: what calls lose")
     assert "4.00%" in four

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import Result
-from command_line import BEST, TINY_TUNE, run, succeed
+from command_line import BEST, SMALL, TINY_TUNE, run, succeed
 from sample_bundle import write_trials
 from sample_trials import make_trial
 from signing_keys import make_key
@@ -132,6 +132,18 @@ def test_a_tune_fits(terminal: None, tmp_path: Path) -> None:
     result = run(*TINY_TUNE, "--db", tmp_path / "trials.db")
     assert result.exit_code == 0
     fits(result)
+
+
+def test_what_a_gpu_measures_fits(fake_gpu: None, terminal: None, tmp_path: Path) -> None:
+    kinds = "--n", "2,4", "--numerics", "fast", "--inplace", "--out-of-place"
+    for arguments in (
+        ("tune", *SMALL, "--contiguous", "--trials", "3"),
+        ("bench", *kinds),
+        ("bench", *kinds, "--hot", "--cold"),
+        ("bench", "between", *kinds, "--counts", "5"),
+        ("dev", "record", *SMALL, "--contiguous", "--only", "warps=2", "--out", tmp_path / "recordings"),
+    ):
+        fits(run(*arguments))
 
 
 def test_a_replay_fits(terminal: None) -> None:
