@@ -109,10 +109,14 @@ def transformer_engine_nvfp4(x: torch.Tensor, *, numerics: str = "accurate") -> 
     if not torch.compiler.is_compiling():  # where the number of tokens may be unknown
         group = next(size for size in (128, 64, 32, 16) if x.shape[-1] % size == 0)
     magnitudes = rotate_quantize(x, rotation, to="largest", group=group, round_first=True, numerics=numerics).scales
-    largest = _largest(magnitudes.flatten())
-    rule = "transformer_engine"
     return rotate_quantize(
-        x, rotation, to="nvfp4", rule=rule, tensor_scale=largest, round_first=True, numerics=numerics
+        x,
+        rotation,
+        to="nvfp4",
+        rule="transformer_engine",
+        tensor_scale=_largest(magnitudes.flatten()),
+        round_first=True,
+        numerics=numerics,
     )
 
 

@@ -19,9 +19,8 @@ def kernels_for_this_gpu() -> None:
 
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "timed", {})
-    monkeypatch.setattr(tables, "found", {})
-    monkeypatch.setattr(tables, "loaded", {})
+    for name in ("timed", "found", "loaded"):
+        monkeypatch.setattr(tables, name, {})
     monkeypatch.setattr(kernels, "_unserved", set())
     tables.forget()
 

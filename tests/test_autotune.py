@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -396,6 +395,7 @@ def replace_by_another_arch(path: Path) -> None:
     shutil.copy(bundles.user_directory() / "sm90.db", path)
 
 
+@pytest.mark.filterwarnings("ignore")  # of calls that go on without the bundle
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -409,10 +409,8 @@ def test_a_file_that_cannot_be_added_to_is_left_as_it_is(change: Any, reason: st
     path = hadagen.autotune(FAST, seconds=3)
     change(path)
     content = path.read_bytes()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of calls that go on without the bundle
-        with pytest.raises(StorageError, match=f"would be lost: .*{reason}.*; or move it away"):
-            hadagen.autotune(PROBLEM, seconds=3)
+    with pytest.raises(StorageError, match=f"would be lost: .*{reason}.*; or move it away"):
+        hadagen.autotune(PROBLEM, seconds=3)
     assert path.read_bytes() == content
     assert len(machine.runs) == 1  # nothing was measured in vain
 

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sqlite3
-import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -309,6 +308,7 @@ def test_a_bundle_is_opened_once_until_it_changes(tmp_path: Path, monkeypatch: p
     assert bundles.known()[0].digest != first.digest
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_pinned_bundle_may_be_replaced_while_calls_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also just when its entries are about to be read; nothing fails, what is there now is used, and no more than one
     opened bundle is kept."""
@@ -325,13 +325,11 @@ def test_a_pinned_bundle_may_be_replaced_while_calls_run(tmp_path: Path, monkeyp
     def put(other: Path) -> None:
         os.replace(shutil.copy(other, tmp_path / "copy.db"), path)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(8):
-            put(others[step % 4])
-            monkeypatch.setattr(bundles, "in_turn", replaced if step % 2 else in_turn)
-            best = hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
-            assert best.knobs["chunks"] == (step + step % 2) % 4 + 1
+    for step in range(8):
+        put(others[step % 4])
+        monkeypatch.setattr(bundles, "in_turn", replaced if step % 2 else in_turn)
+        best = hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
+        assert best.knobs["chunks"] == (step + step % 2) % 4 + 1
     assert list(bundles._seen) == [path]
 
 
@@ -340,6 +338,7 @@ def damage(path: Path, statement: str) -> None:
         connection.execute(statement)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_damage_that_is_found_late_causes_a_warning_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_sample(bundles.user_directory() / "good.db", chunks=2)
     damage(write_sample(bundles.user_directory() / "bad.db"), "UPDATE entries SET hot_us = hot_us + 1")
@@ -347,9 +346,7 @@ def test_damage_that_is_found_late_causes_a_warning_once(tmp_path: Path, monkeyp
     with pytest.warns(RuntimeWarning, match=r"goes on without a bundle: .*bad\.db is damaged"):
         best = hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
     assert best.knobs["chunks"] == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True) == best
+    assert hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True) == best
     monkeypatch.setenv(bundles.VARIABLE, str(bundles.user_directory() / "bad.db"))
     with pytest.raises(StorageError, match="is damaged"):
         hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
@@ -361,10 +358,8 @@ def test_a_bad_bundle_that_was_only_found_causes_a_warning() -> None:
     os.mkfifo(bundles.user_directory() / "pipe.db")
     held = os.open(bundles.user_directory() / "pipe.db", os.O_RDWR)  # whoever waits at it would wait for good without
     os.write(held, bytes(100))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            best = hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
+    with pytest.warns() as said:
+        _, best = (hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True) for _ in range(2))
     os.close(held)
     bad, pipe = sorted(str(each.message) for each in said)
     assert "bad.db is not a hadagen bundle" in bad

@@ -301,14 +301,16 @@ def test_bank_conflicts_cost_a_wide_exchange_its_time_in_shared_memory_again() -
 
 
 def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
-    limits, older = SM90.limits, load_arch("sm75").limits
-    assert limits.resident_blocks(128, 0, 32) == 16  # threads: 2048 / 128
-    assert limits.resident_blocks(128, 0, 57) == 8  # registers: 65536 / (64 · 128)
-    assert limits.resident_blocks(128, 0, 49) == 9  # in eights: 65536 / (56 · 128)
-    assert limits.resident_blocks(128, 65536, 32) == 3  # shared memory: 233472 / (65536 + 1024)
-    assert limits.resident_blocks(128, 32896, 32) == 6  # 7, were nothing reserved: 233472 / (32896 + 1024)
-    assert limits.resident_blocks(32, 0, 32) == 32  # for want of blocks, not of threads: 2048 / 32
-    assert older.resident_blocks(32, 0, 32) == 16  # which reserves no shared memory
+    blocks = {
+        (128, 0, 32): 16,  # threads: 2048 / 128
+        (128, 0, 57): 8,  # registers: 65536 / (64 · 128)
+        (128, 0, 49): 9,  # in eights: 65536 / (56 · 128)
+        (128, 65536, 32): 3,  # shared memory: 233472 / (65536 + 1024)
+        (128, 32896, 32): 6,  # 7, were nothing reserved: 233472 / (32896 + 1024)
+        (32, 0, 32): 32,  # for want of blocks, not of threads: 2048 / 32
+    }
+    assert {asked: SM90.limits.resident_blocks(*asked) for asked in blocks} == blocks
+    assert load_arch("sm75").limits.resident_blocks(32, 0, 32) == 16  # which reserves no shared memory
 
 
 @pytest.mark.parametrize(("dtype", "more_mma"), [(DType.BFLOAT16, 0), (DType.FLOAT32, 2 * 4 * (4 - 3))])

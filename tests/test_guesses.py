@@ -206,6 +206,7 @@ def test_a_call_compiles_it_once_and_compares_it(loader: Loader, monkeypatch: py
         find(problem=longer)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_failure_is_remembered_and_pytorch_does_it(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -216,9 +217,7 @@ def test_a_failure_is_remembered_and_pytorch_does_it(loader: Loader, monkeypatch
     monkeypatch.setattr(recipes, "image_of", refuse)
     with pytest.warns(RuntimeWarning, match=f"plain PyTorch transforms {SIGNED.key} here: .*refused"):
         assert find(problem=SIGNED) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert find(problem=SIGNED) is None
+    assert find(problem=SIGNED) is None
     assert asked == [SIGNED.key]
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     tables.forget(SIGNED)
@@ -257,14 +256,13 @@ def test_where_nothing_can_be_written_pytorch_does_it(
         assert find() is not None
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_without_a_generator_pytorch_does_it(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes.closest_recipe.cache_clear()
     monkeypatch.setitem(sys.modules, "hadagen.plan.space", None)
     with pytest.warns(RuntimeWarning, match=f"no kernel is made for {SIGNED.key}: kernels cannot be generated .*numpy"):
         assert find(problem=SIGNED) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert find(problem=SIGNED) is None
+    assert find(problem=SIGNED) is None
 
 
 def test_only_kernels_for_h_alone_must_be_batch_invariant(loader: Loader) -> None:

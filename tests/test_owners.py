@@ -315,8 +315,7 @@ def test_a_cache_that_others_could_change_is_neither_read_nor_written(
 ) -> None:
     assert cache_root() == cache.root
     cache.root.parent.chmod(0o777)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with pytest.warns() as said:
         roots = {cache_root() for _ in range(3)}
     assert roots == {private_root()}
     assert [str(each.message) for each in said] == [

@@ -222,7 +222,7 @@ REFUSED: list[tuple[str, Callable[[], Plan]]] = [
     ),
     *(
         (
-            "pitched rows are not copied to shared memory as they lie",
+            "pitched rows cannot be copied as they lie",
             lambda load=load: changed(short(DType.FLOAT16, 64, rows="pitched"), 0, Load(load)),
         )
         for load in ("cp_async", "bulk")
@@ -275,14 +275,14 @@ REFUSED: list[tuple[str, Callable[[], Plan]]] = [
     ("by the scale once", lambda: altered(whole_rows(), Mma, factor=0)),
     *(
         (
-            "only what each block has loaded, straight to registers or by multicast",
+            "whole rows take another way",
             lambda load=load: instead(whole_rows(), Load, Load(load)),
         )
         for load in ("bulk", "cp_async")
     ),
-    ("no step needs the shares of other blocks", lambda: instead(split(), Load, Load("multicast"))),
-    ("no step needs the shares of other blocks", lambda: instead(gathered(), Gather, Scale())),
-    ("it finds what a multicast has brought", lambda: altered(gathered(), Load, path="plain")),
+    ("no block needs the shares of others", lambda: instead(split(), Load, Load("multicast"))),
+    ("no block needs the shares of others", lambda: instead(gathered(), Gather, Scale())),
+    ("fp32 is summed over blocks from shared memory", lambda: altered(gathered(), Load, path="plain")),
     ("by the scale once", lambda: at_the_end(gathered(), Scale())),
     ("only what each block has loaded", lambda: instead(gathered(), Gather, gathered().steps[2], Gather())),
     ("there is one block", lambda: altered(tf32(), Mma, over_blocks=True)),

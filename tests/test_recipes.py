@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,20 +153,6 @@ def test_of_several_recipes_each_has_its_own_result() -> None:
     assert image_of(recipe_of(warps=2), "sm90") == two
 
 
-@needs_nvrtc
-def test_where_the_cache_cannot_be_written_kernels_are_kept_for_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.warns(RuntimeWarning, match="are not kept for later processes: .* set HADAGEN_CACHE"):
-        first = image_of(recipe_of(), "sm90")
-    forbid_work(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert image_of(recipe_of(), "sm90") == first
-
-
 PROGRAM = """
 import json, sys
 from hadagen.compiler import recipes
@@ -240,14 +225,14 @@ def test_the_generator_is_known_by_what_is_in_its_files(monkeypatch: pytest.Monk
     assert digest() in seen
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @needs_nvrtc
 def test_a_cache_that_cannot_be_written_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word. Kernels that it lacks are kept for this process."""
     first = image_of(recipe_of(), "sm90")
     monkeypatch.setattr(recipes, "_roots", [])
     monkeypatch.setattr(hadagen.compiler.cache, "make_folder", refuse_within(root))
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with monkeypatch.context() as patch:
         forbid_work(patch)
         assert image_of(recipe_of(), "sm90") == first
         recipes.keep_verdict(first, PROBLEM, recipe_of().launch, "GPU", "580", True)

@@ -139,8 +139,7 @@ def test_a_kernel_that_went_when_its_bundle_was_replaced_is_chosen_anew(
         return chosen
 
     monkeypatch.setattr(kernels, "choose_from_bundles", replaced)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with pytest.warns() as said:
         assert find()
     assert [str(each.message) for each in said] == [f"{path} was replaced; hadagen uses what it is now"]
     assert loader.images == [b"cubin 2"]
@@ -244,17 +243,16 @@ def test_a_gpu_that_no_bundle_serves_is_told_of_once(
     monkeypatch.setattr(kernels, "cuda_device", lambda index: here)
     if not pinned:
         monkeypatch.delenv(bundles.VARIABLE)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert find() is None
-        assert find(problem=Problem.of(512, "float32")) is None
-        assert hadagen.warmup(1024, "bfloat16") == 0
+    with pytest.warns() as caught:
+        found = find(), find(problem=Problem.of(512, "float32")), hadagen.warmup(1024, "bfloat16")
+    assert found == (None, None, 0)
     said = f"no bundle has kernels for {name}, so plain PyTorch transforms there, which is slower; {fix}"
     assert [(str(each.message), each.category) for each in caught] == [(said, RuntimeWarning)]
     with pytest.warns(RuntimeWarning, match="no bundle has kernels"):
         find(device=1)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_compiled_code_tells_of_it_when_it_runs(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one graph, which is traced without a word."""
     monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm80", "NVIDIA A100"))
@@ -270,21 +268,18 @@ def test_compiled_code_tells_of_it_when_it_runs(loader: Loader, monkeypatch: pyt
     with pytest.warns(RuntimeWarning, match=r"no bundle has kernels for NVIDIA A100 \(sm80\)"):
         y = call(x)
     assert traced == [0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(call(x), y)
+    assert torch.equal(call(x), y)
     torch.testing.assert_close(y, hadagen.hadamard_transform(x) + 1)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_no_warning_where_no_kernel_is_missed(machine: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle that serves other problems, lengths and types without kernels, GPUs of another maker."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert find(problem=Problem.of(512, "float16")) is None
-        monkeypatch.setenv(bundles.VARIABLE, "")
-        assert hadagen.warmup([1, 1 << 20], "float16") == hadagen.warmup(256, "float64") == 0
-        monkeypatch.setattr(kernels, "cuda_device", lambda index: None)
-        assert find() is None
+    assert find(problem=Problem.of(512, "float16")) is None
+    monkeypatch.setenv(bundles.VARIABLE, "")
+    assert hadagen.warmup([1, 1 << 20], "float16") == hadagen.warmup(256, "float64") == 0
+    monkeypatch.setattr(kernels, "cuda_device", lambda index: None)
+    assert find() is None
 
 
 def test_a_kernel_that_does_not_load_is_replaced_with_a_warning(loader: Loader) -> None:
@@ -295,11 +290,10 @@ def test_a_kernel_that_does_not_load_is_replaced_with_a_warning(loader: Loader) 
     assert loader.images == [b"cubin 1", b"// ptx of cubin 1"]
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_where_a_kernel_does_not_fit_the_next_nearest_runs(four_kernels: Path, loader: Loader) -> None:
     loader.too_large = {b"cubin 2", b"cubin 4"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert find(1 << 16)
+    assert find(1 << 16)
     assert loader.images == [b"cubin 2", b"cubin 4", b"cubin 8"]
     assert find(1 << 17) is find(3 << 15) is find(1 << 16)
     assert len(loader.images) == 3  # what does not fit is loaded once

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import warnings
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -225,6 +224,7 @@ def test_gradients_past_the_dispatcher(device: EmulatedDevice) -> None:
         assert device.ran() == ["n64-float32-accurate-pitched"] * 3
 
 
+@pytest.mark.filterwarnings("ignore")  # it is deprecated, but must not be wrong
 def test_what_wants_to_see_the_operator_does_see_it(device: EmulatedDevice) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -241,11 +241,9 @@ def test_what_wants_to_see_the_operator_does_see_it(device: EmulatedDevice) -> N
     with Mode():
         hadamard_transform(x)
     assert "hadagen.hadamard_transform.default" in seen
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated, but must not be wrong
-        traced = torch.jit.trace(hadamard_transform, (x,), check_trace=False)
-        scaled = torch.jit.trace(lambda x: hadamard_transform(x, x.shape[-1] ** -0.5), (x,), check_trace=False)
-        renamed = torch.jit.trace(hadacore.hadamard_transform, (x,), check_trace=False)
+    traced = torch.jit.trace(hadamard_transform, (x,), check_trace=False)
+    scaled = torch.jit.trace(lambda x: hadamard_transform(x, x.shape[-1] ** -0.5), (x,), check_trace=False)
+    renamed = torch.jit.trace(hadacore.hadamard_transform, (x,), check_trace=False)
     other = normal(3, 64, dtype=HALF, seed=1)
     assert same(traced(other), padded(other))
     assert same(scaled(other), padded(other, 0.125))

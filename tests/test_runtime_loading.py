@@ -57,14 +57,14 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    monkeypatch.setattr(loading.driver, "load", machine.load)
-    monkeypatch.setattr(loading.driver, "driver_version", lambda: "580")
-    monkeypatch.setattr(loading.driver, "unload", machine.unload)
-    monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
-    monkeypatch.setattr(recipes, "image_of", machine.image_of)
-    monkeypatch.setattr(recipes, "_roots", [tmp_path / "cache"])
-    monkeypatch.setattr(loading, "is_right", machine.is_right)
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    for module, names in {
+        loading.driver: {"load": machine.load, "driver_version": lambda: "580", "unload": machine.unload},
+        torch.cuda: {"device": lambda index: nullcontext(), "is_current_stream_capturing": lambda: False},
+        recipes: {"image_of": machine.image_of, "_roots": [tmp_path / "cache"]},
+        loading: {"is_right": machine.is_right},
+    }.items():
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
     return machine
 
 

@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -55,8 +54,7 @@ def test_one_warning_names_all_that_no_trusted_key_signed(
     for name in ("sm80", "sm86", "sm100"):
         write_sample(signed.with_name(f"{name}.db"))
     monkeypatch.setenv(trust.VARIABLE, str(make_key(tmp_path, "other")[1]))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns() as caught:
         found = [best().match for _ in range(2)]
     assert found == [Match.GENERIC] * 2
     (said,) = [str(each.message) for each in caught]
@@ -211,6 +209,7 @@ def test_what_is_no_public_key_is_refused(tmp_path: Path, keys: tuple[Path, Path
 
 
 # ---- calls that insist on a key --------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_calls_use_what_a_trusted_key_signed(
     signed: Path, keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,9 +219,7 @@ def test_calls_use_what_a_trusted_key_signed(
     line = public_keys(str(keys[1]))[0].text
     for value in (keys[1], tmp_path / "both", f"{other}:{keys[1]}", line, f"{line}:{other}"):
         monkeypatch.setenv(trust.VARIABLE, str(value))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert best().match is Match.SAME_ARCH
+        assert best().match is Match.SAME_ARCH
     monkeypatch.setenv(trust.VARIABLE, str(other))
     with pytest.warns(
         RuntimeWarning, match=r"goes on without a bundle: .*sm90\.db is signed by SHA256:.*, but HADAGEN"
@@ -256,10 +253,9 @@ def test_calls_leave_out_what_no_trusted_key_signed(
     spoil(signed)
     assert best().match is Match.SAME_ARCH
     monkeypatch.setenv(trust.VARIABLE, str(keys[1]))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        assert best().match is Match.GENERIC
-        assert best().match is Match.GENERIC
+    with pytest.warns() as warned:
+        found = [best().match for _ in range(2)]
+    assert found == [Match.GENERIC] * 2
     (warning,) = warned
     with pytest.raises(StorageError, match=said):
         raise StorageError(str(warning.message))

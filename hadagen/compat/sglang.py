@@ -20,19 +20,18 @@ from hadagen.compat.fast_hadamard_transform import (
     hadamard_transform_40N,
 )
 from hadagen.errors import TensorError
-from hadagen.runtime.calls import has_only_memory
+from hadagen.runtime.calls import check_apart, has_only_memory
 from hadagen.runtime.checks import (
     check_alike,
     check_is_tensor,
     check_like,
+    check_same_device,
     check_tensor,
     check_writable,
-    how_to_join,
     kind_of,
     stands_for_a_tensor,
 )
 from hadagen.runtime.operators import check_autograd_follows
-from hadagen.runtime.transform_operator import check_apart
 
 __all__ = [
     "hadamard_transform",
@@ -94,6 +93,4 @@ def _check_signs(signs: Any, name: str, x: torch.Tensor) -> None:
     check_alike(x, signs, name)
     if signs.shape != x.shape[-1:]:
         raise TensorError(f"{name} has the shape {tuple(signs.shape)}; it must be ({x.shape[-1]},), as the rows of x")
-    if signs.device != x.device:
-        advice = how_to_join(x.device, signs.device, "move it with .to(x.device)")
-        raise TensorError(f"{name} is on {signs.device} but x on {x.device}; {advice}")
+    check_same_device(name, signs.device, "x", x.device, "move it with .to(x.device)")

@@ -201,15 +201,14 @@ class HostModule:
         """
         elements = x.size if elements is None else elements
         given = operands or {}
-        others = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
-        pointers = {name: array.ctypes.data for name, array in others.items()}
-        numbers = {name: value for name, value in given.items() if not isinstance(value, np.ndarray)}
+        others = [value for value in given.values() if isinstance(value, np.ndarray)]
+        values = {name: value.ctypes.data if isinstance(value, np.ndarray) else value for name, value in given.items()}
         has_codes = out.dtype == np.uint8
         written = [_Output(out.ctypes.data, out.nbytes, out.nbytes)] * has_codes
         for name, (array, least) in (outputs or {}).items():
-            pointers[name] = array.ctypes.data
+            values[name] = array.ctypes.data
             written.append(_Output(array.ctypes.data, array.nbytes, least))
-        arguments = launch.arguments(elements, scale, shape, {**numbers, **pointers})
+        arguments = launch.arguments(elements, scale, shape, values)
         arguments[X], arguments[Y] = x.ctypes.data, out.ctypes.data
         if shape is None:
             rows, shape = elements, RowShape(1, 1, 1)  # as any array without gaps
@@ -233,7 +232,7 @@ class HostModule:
             steps=STEPS_PER_ELEMENT * max(tiles * launch.tile_elements, 8 * launch.threads * launch.cluster),
             seed=order_seed,
             arguments=(ctypes.c_uint64 * len(arguments))(*arguments),
-            operands=(_Operand * len(others))(*(_Operand(each.ctypes.data, each.nbytes) for each in others.values())),
+            operands=(_Operand * len(others))(*(_Operand(each.ctypes.data, each.nbytes) for each in others)),
             operand_count=len(others),
             outputs=(_Output * len(written))(*written),
             output_count=len(written),

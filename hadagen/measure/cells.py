@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import fsum, log2, prod
 from typing import NamedTuple
 
-from hadagen.problem.operands import operands_of
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import (
     Cache,
     Destination,
     buffer_bytes,
+    buffers_besides,
     deciding_cache,
     destinations,
     element_buckets,
@@ -117,9 +117,8 @@ class Cell(NamedTuple):
             rows, groups = self.elements // problem.unit, form.scales_in_row(problem.unit)
             size = form.scale_bytes(problem.io.input.bytes)
             room = prod(form.layout.filled_up(rows, groups, size)) * size
-        like_x = [operand.is_written for operand in operands_of(problem) if operand.like_x]
-        memory = whole_vectors, self.destination, self.cache, -(-codes // 16) * 16, scales, room
-        return Traffic(*memory, inputs=like_x.count(False), outputs=like_x.count(True))
+        of_codes = -(-codes // 16) * 16, scales, room
+        return Traffic(whole_vectors, self.destination, self.cache, *of_codes, *buffers_besides(problem))
 
 
 # What to time: the same cells for every problem, or cells by problem.

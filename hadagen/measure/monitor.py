@@ -50,6 +50,7 @@ _IN_NORMAL_USE = {
     libnvml.SYNC_BOOST: "other GPUs of its boost group hold it back",
 }
 _CHOOSE = "choose another GPU with --device or CUDA_VISIBLE_DEVICES"
+_SET_BACK = "set it back, or run the same command again to measure it as it is now"
 _STOP = f"stop it, or {_CHOOSE}"
 _COOL = f"let it cool down or look for the cause with nvidia-smi -q -d PERFORMANCE, or {_CHOOSE}"
 
@@ -104,10 +105,10 @@ class Monitor:
 
     def crowded(self) -> Disturbed | None:
         """Who may be to blame if memory runs out; None if nobody else is known to have any."""
-        gpu = self._gpu
-        others = self._others(gpu) if gpu else {}
-        grown = self._foreign(gpu) - self._foreign_bytes if gpu else 0
-        if gpu is None or not (any(others.values()) or grown > _GROWN_BYTES):
+        if (gpu := self._gpu) is None:
+            return None
+        others, grown = self._others(gpu), self._foreign(gpu) - self._foreign_bytes
+        if not any(others.values()) and grown <= _GROWN_BYTES:
             return None
         who = named(gpu, others) if others else "another process"
         gib = max(sum(others.values()), grown) / (1 << 30)
@@ -118,8 +119,7 @@ class Monitor:
         now = class_name(model_of(was.gpu), was.memory_bytes, gpu)
         if now == was.gpu:
             return None
-        advice = "set it back, or run the same command again to measure it as it is now"
-        return Disturbed(f"its settings were changed, and {was.gpu} became {now}", advice)
+        return Disturbed(f"its settings were changed, and {was.gpu} became {now}", _SET_BACK)
 
     def _slowed(self, gpu: libnvml.Gpu, after: bool) -> Disturbed | None:
         reasons = self._slowing(gpu, after)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any, Protocol
 
@@ -173,16 +174,10 @@ class DeviceRunner:
         if a.problem != b.problem:
             raise UsageError(f"{a.problem.key} cannot be raced against {b.problem.key}; give two of one problem")
         request = Race(a.problem, without_texts(_kernel(a)), without_texts(_kernel(b)), tuple(cells))
-        answer = self._ask(request, "a race", self._timeout_s)
-        for pause in self._pauses():
-            if not isinstance(answer, Disturbed):
-                break
-            time.sleep(pause)
-            answer = self._ask(request, "a race", self._timeout_s)
+        ask = partial(self._ask, request, "a race", self._timeout_s)
+        answer = self._undisturbed(ask(), ask)
         if isinstance(answer, Disturbed):
-            self._disturbed += 1
             raise DisturbedError(f"a race has no times ({answer.reason}); {answer.advice}")
-        self._disturbed = 0
         return list(answer)
 
     def compare(self, variants: Sequence[Variant], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
@@ -198,9 +193,7 @@ class DeviceRunner:
             raise UsageError(f"{' and '.join(sorted(kinds))} cannot be compared; give variants of one n and dtype")
         kernels = tuple((variant.problem, without_texts(_kernel(variant))) for variant in variants)
         request = Compare(kernels, tuple((cell, tuple(wanted)) for cell, wanted in cells))
-        answer: Comparison = self._ask(request, f"comparing kernels for {variants[0].problem.key}")
-        self._warn(answer.disturbed)
-        return answer
+        return self._ask(request, f"comparing kernels for {variants[0].problem.key}")  # type: ignore[no-any-return]
 
     def rank(self, variants: Sequence[Variant], choices: Sequence[Choice]) -> Ranking:
         """Verify variants of one problem, and find the fastest for each of `choices`.
@@ -212,9 +205,7 @@ class DeviceRunner:
         if any(variant.problem != problem for variant in variants):
             raise UsageError(f"not all variants are for {problem.key}; give those of one problem")
         request = Rank(problem, tuple(without_texts(_kernel(variant)) for variant in variants), tuple(choices))
-        answer: Ranking = self._ask(request, f"ranking kernels for {problem.key}")
-        self._warn(answer.disturbed)
-        return answer
+        return self._ask(request, f"ranking kernels for {problem.key}")  # type: ignore[no-any-return]
 
     def _ask(self, request: Race | Compare | Rank, doing: str, timeout_s: float = COMPARISON_TIMEOUT_S) -> Any:
         self._send(request)
@@ -222,6 +213,8 @@ class DeviceRunner:
         if isinstance(answer, Failure):
             again = "ask for fewer cells at a time" if answer.hung else "run the same command again"
             raise DeviceError(f"{doing} failed ({answer.detail}); {again}")
+        if isinstance(answer, Comparison | Ranking):
+            self._warn(answer.disturbed)
         return answer
 
     def close(self) -> None:
@@ -249,12 +242,16 @@ class DeviceRunner:
             self._warned.add(disturbed.reason)
             _log.warning("these times may be wrong: %s; %s", disturbed.reason, disturbed.advice)
 
-    def _pauses(self) -> Sequence[float]:
-        """Before each new attempt; none if waiting did not help before, or the deadline does not leave the time."""
-        if self._disturbed >= _DISTURBED_IN_A_ROW:
-            return ()
-        left = self._deadline - time.monotonic()
-        return [pause for pause in _PAUSES_S if pause < left]
+    def _undisturbed(self, answer: Any, again: Callable[[], Any]) -> Any:
+        """An answer, or where that is `Disturbed` the answer of new attempts, each after a pause. There are none if
+        waiting did not help before, or if the deadline does not leave the time."""
+        left = self._deadline - time.monotonic() if self._disturbed < _DISTURBED_IN_A_ROW else 0.0
+        for pause in _PAUSES_S:
+            if isinstance(answer, Disturbed) and pause < left:
+                time.sleep(pause)
+                answer = again()
+        self._disturbed = self._disturbed + 1 if isinstance(answer, Disturbed) else 0
+        return answer
 
     def _send(self, request: _Request) -> None:
         if self._worker.is_busy or not self._worker.is_running:  # busy with what nobody waits for any more
@@ -281,24 +278,21 @@ class DeviceRunner:
 
     def _collect(self, variant: Variant) -> Trial | Disturbed | None:
         """The trial of the variant that the worker has; None if the deadline came before. Raises `DisturbedError`."""
-        answer = self._received(variant)
-        for pause in self._pauses():
-            if not isinstance(answer, Disturbed):
-                break
-            time.sleep(pause)
+
+        def again() -> Answer | Disturbed | None:
             self._submit(variant)
-            answer = self._received(variant)
+            return self._received(variant)
+
+        answer = self._undisturbed(self._received(variant), again)
         if answer is None:
             return None
         if isinstance(answer, Disturbed):
-            self._disturbed += 1
             if self._disturbed >= _DISTURBED_IN_A_ROW:
                 raise DisturbedError(
                     f"nothing can be timed: {answer.reason}, each time that {self._disturbed} kernels were timed; "
                     f"{answer.advice}; finished trials are kept"
                 )
             return answer
-        self._disturbed = 0
         return self._trial(variant, answer)
 
     def _received(self, variant: Variant) -> Answer | Disturbed | None:

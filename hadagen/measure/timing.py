@@ -186,8 +186,7 @@ class Stopwatch:
         Orthonormal transforms keep them as large as they are, however often they run; where rows are cut short, they
         become no larger.
         """
-        needed = max((traffic.slots(self._l2_bytes) * traffic.footprint for traffic in traffics), default=0)
-        needed = max(needed, least_bytes)
+        needed = max([least_bytes, *(each.slots(self._l2_bytes) * each.footprint for each in traffics)])
         if needed > self._arena.nbytes:
             self._arena = torch.empty(0, dtype=torch.int32, device=self._stream.device)  # gives its memory back first
             self._arena = torch.empty(-(-needed // 4), dtype=torch.int32, device=self._stream.device)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -253,8 +254,8 @@ class Verifier:
             if (of_columns, position) == (columns, 0):
                 x = case.bits[: len(case.bits) - 1].view(TORCH_DTYPE[problem.io.input]).clone()
                 out = peer(x).contiguous()
-                errors[name] = [error_of(problem, [out], case.reference[: len(x)])]
-        return {name: _largest(values) for name, values in errors.items()}
+                errors[name] = _largest([error_of(problem, [out], case.reference[: len(x)])])
+        return errors
 
     def _cases_of(self, problem: Problem) -> _Cases:
         """The cases of a problem, on the device. Both numerics share them."""
@@ -263,12 +264,9 @@ class Verifier:
             self._operands = operand_sets(problem)
             self._host_cases, self._problem, self._device_cases = _cases(problem, self._operands), problem, {}
         if not self._device_cases:
-            copied = ((key, case.mapped(self._copied)) for key, case in self._host_cases.items())
-            self._device_cases = dict(copied)
+            to_device = partial(torch.Tensor.to, device=self._device, copy=True)
+            self._device_cases = {key: case.mapped(to_device) for key, case in self._host_cases.items()}
         return self._device_cases
-
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, copy=True)
 
     def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Answer:
         counts = row_counts(kernel.spec, problem.unit, kernel.resident_blocks)
@@ -282,87 +280,77 @@ class Verifier:
             rows = case.rows((counts.looped if loops else counts.base) * together)
             taken = case.mapped(lambda each: each[rows])  # noqa: B023
             ways = [(arranged, False), (arranged.in_place, True)][: len(destinations(problem))]
-            several = [self.run(kernel, problem, taken.bits, operands, *way, findings, taken.inputs) for way in ways]
+            several = [self.run(kernel, problem, taken, operands, *way, findings) for way in ways]
             errors = findings.errors.setdefault(key.input_class, [])
             for results in several:
                 errors += self._errors(problem, results, taken)
             if loops or problem.io.form:
-                several.append(self.run(kernel, problem, taken.bits, operands, *ways[0], findings, taken.inputs))
+                several.append(self.run(kernel, problem, taken, operands, *ways[0], findings))
             for other in several[1:]:
                 findings.repeated += _same_bits(other, several[0])
             for few, way in product(counts.few if loops else (), ways):
                 first = taken.mapped(lambda each: each[: few * together])  # noqa: B023
-                part = self.run(kernel, problem, first.bits, operands, *way, findings, first.inputs)
+                part = self.run(kernel, problem, first, operands, *way, findings)
                 findings.fewer += _same_bits(part, several[0])
         findings.outside += [torch.tensor(each.are_whole(), device=self._device) for each in given]
         return _answer(problem, findings)
 
     def _errors(self, problem: Problem, results: _Results, case: _Case) -> list[torch.Tensor]:
         """The errors of the results of a kernel for a case."""
-        dtype, second = TORCH_DTYPE[problem.io.input], len(results) - len(case.written)
-        errors = [
-            relative_error(found.view(dtype), wanted)
-            for found, wanted in zip(results[second:], case.written.values(), strict=True)
-        ]
-        if problem.io.form is None:
-            return [error_of(problem, [results[0].view(dtype)], case.reference), *errors]
-        scale = sample_scale(problem.io.form, len(results[0]), self._device)
-        return [error_of(problem, results[:second], case.reference, scale), *errors]
+        dtype, form = TORCH_DTYPE[problem.io.input], problem.io.form
+        first = len(results) - len(case.written)
+        made = results[:first] if form else [results[0].view(dtype)]
+        scale = sample_scale(form, len(results[0]), self._device) if form else None
+        others = zip(results[first:], case.written.values(), strict=True)
+        errors = [relative_error(found.view(dtype), wanted) for found, wanted in others]
+        return [error_of(problem, made, case.reference, scale), *errors]
 
     def run(
         self,
         kernel: Launchable,
         problem: Problem,
-        x: torch.Tensor,
+        case: _Case,
         operands: DeviceOperands,
         arranged: Arrangement,
         in_place: bool,
         findings: _Findings,
-        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> _Results:
-        """The results of a kernel for the bits of rows, [rows, columns]: the bits of the transform; or codes [units, …]
-        of each `Problem.unit`, and their scales if groups have some; then the bits of the other operands that it
-        writes.
-        inputs: the bits of operands like x, by name. All other memory must be as it was before."""
-        form, (_, x_pitch, y_pitch) = problem.io.form, arranged.rows
+        """The results of a kernel for the rows of a case: the bits of the transform; or codes [units, …] of each
+        `Problem.unit`, and their scales if groups have some; then the bits of the other operands that it writes. All
+        other memory must be as it was before."""
+        x, form, (_, x_pitch, y_pitch) = case.bits, problem.io.form, arranged.rows
         source = self._rows(x, x_pitch, arranged.x_offset, is_output=in_place)
         source.view.copy_(x)
-        units, addresses = x.numel() // problem.unit, dict(operands)
-        besides = {}
-        for each in (each for each in operands_of(problem) if each.like_x):
-            besides[each.name] = self._rows(x, x_pitch, 0, is_output=each.is_written)
-            if not each.is_written and inputs:
-                besides[each.name].view.copy_(inputs[each.name])
-            addresses[each.name] = besides[each.name].view.data_ptr()
-        second = [besides[each.name] for each in operands_of(problem) if each.like_x and each.is_written]
+        like_x = [each for each in operands_of(problem) if each.like_x]
+        besides = {each.name: self._rows(x, x_pitch, 0, is_output=each.is_written) for each in like_x}
+        for name, bits in case.inputs.items():
+            besides[name].view.copy_(bits)
+        written = [besides[each.name] for each in like_x if each.is_written]
+        buffers = [source, *besides.values()]
+        addresses = operands | {name: each.view.data_ptr() for name, each in besides.items()}
+        units = x.numel() // problem.unit
         if form is None:
             target = source if in_place else self._rows(x, y_pitch, arranged.y_offset, is_output=True)
-            outputs = [target]
+            buffers += [] if in_place else [target]
         else:
             of_codes, of_scales = quantizer.types(form, TORCH_DTYPE[problem.io.input])
-            size = x.numel() * form.element.bits // 8
-            target = _Buffer(torch.full((size,), _POISON[1], dtype=torch.uint8, device=self._device))
+            target = _Buffer(self._poisoned(x.numel() * form.element.bits // 8))
             groups = form.scales_in_row(problem.unit)
             # Poison where scales go, and zeros where the layout is filled up.
-            written = (units, groups * of_scales.itemsize)
-            poisoned = torch.full(written, _POISON[1], dtype=torch.uint8, device=self._device).view(of_scales)
-            memory = quantizer.memory_of(quantizer.laid_out(poisoned, form.layout))
-            scales = _Buffer(memory, writable=memory == _POISON[1])
+            poison = self._poisoned(units, groups * of_scales.itemsize).view(of_scales)
+            memory = quantizer.memory_of(quantizer.laid_out(poison, form.layout))
+            scales = _Buffer(memory, kept=memory == 0)
+            buffers += [target, scales]
             scale = sample_scale(form, units, self._device)
-            outputs = [target, scales]
-            addresses |= {
-                "scales": scales.view.data_ptr(),
-                "tensor_scale": 0 if scale is None else scale.data_ptr(),
-                **sizes_for(form, units, problem.unit),
-            }
-        buffers = [source, *(each for each in outputs if each is not source), *besides.values()]
+            addresses |= sizes_for(form, units, problem.unit)
+            addresses |= {"scales": scales.view.data_ptr(), "tensor_scale": 0 if scale is None else scale.data_ptr()}
         before = [each.memory.clone() for each in buffers]
-        elements = len(x) * problem.n
         self._watch.beat()
+        elements, scale_of_rows = len(x) * problem.n, verification_scale(problem)
         places = source.view.data_ptr(), target.view.data_ptr()
-        kernel.launch(self._stream, *places, elements, verification_scale(problem), arranged.rows, addresses)
+        kernel.launch(self._stream, *places, elements, scale_of_rows, arranged.rows, addresses)
         findings.outside += [each.is_whole(was) for each, was in zip(buffers, before, strict=True)]
-        others = [each.view.contiguous() for each in second]
+        others = [each.view.contiguous() for each in written]
         if form is None:
             return target.view.contiguous(), *others
         codes = target.view.view(of_codes).view(units, -1)
@@ -375,37 +363,38 @@ class Verifier:
         """Memory for rows of bits, `pitch` elements apart and so many after a multiple of 16 bytes."""
         count, columns = bits.shape
         poison = bits.new_full(((count - 1) * pitch + columns,), _POISON[bits.itemsize])
-        return _Buffer(poison, (count, columns), pitch, offset, is_output=is_output)
+        return _Buffer(poison, (count, columns), (pitch, 1), offset, is_output=is_output)
+
+    def _poisoned(self, *shape: int) -> torch.Tensor:
+        return torch.full(shape, _POISON[1], dtype=torch.uint8, device=self._device)
 
 
 class _Buffer:
-    """Memory of a launch, with poison around. `view`: what a kernel reads or writes of it."""
+    """Memory of a launch, with poison around. `view`: what a kernel reads or writes of it. kept: where an output must
+    stay as it is."""
 
     def __init__(
         self,
         content: torch.Tensor,
-        shape: tuple[int, int] | None = None,
-        pitch: int = 0,
+        shape: tuple[int, ...] | None = None,
+        strides: tuple[int, ...] = (1,),
         offset: int = 0,
         *,
-        writable: torch.Tensor | None = None,
         is_output: bool = True,
+        kept: torch.Tensor | None = None,
     ) -> None:
         guard = content.new_full((_GUARD_ELEMENTS + offset,), _POISON[content.itemsize])
         self.memory = torch.cat((guard, content, guard))
-        start = len(guard)
-        inside = self.memory[start:][: len(content)]
-        self.view = inside if shape is None else self.memory.as_strided(shape, (pitch, 1), start)
-        self._writable = torch.zeros_like(self.memory, dtype=torch.bool)
-        if writable is not None:
-            self._writable[start:][: len(content)] = writable
-        elif is_output:
-            whole = self._writable[start:][: len(content)]
-            (whole if shape is None else self._writable.as_strided(shape, (pitch, 1), start)).fill_(True)
+        self._place = shape or content.shape, strides, len(guard)
+        self._is_output, self._kept = is_output, kept
+        self.view = self.memory.as_strided(*self._place)
 
     def is_whole(self, before: torch.Tensor) -> torch.Tensor:
-        """Whether only what a kernel may write has changed."""
-        return ((self.memory == before) | self._writable).all()
+        """Whether only what a kernel may write has changed. before: a copy of the memory, which is overwritten."""
+        if self._is_output:
+            was = before.as_strided(*self._place)
+            was.copy_(self.view if self._kept is None else torch.where(self._kept, was, self.view))
+        return (self.memory == before).all()
 
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

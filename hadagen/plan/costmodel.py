@@ -22,7 +22,7 @@ from math import ceil
 from hadagen.plan.arch import Arch
 from hadagen.plan.plan import Plan
 from hadagen.plan.steps.base import Cost
-from hadagen.problem.regimes import Cache, Destination, buffer_bytes, bytes_besides, quantized_bytes
+from hadagen.problem.regimes import Cache, Destination, buffer_bytes, buffers_besides, quantized_bytes
 
 OVERLAP = 4.0  # p of the norm: 1 means no overlap, infinity full overlap
 SCHEDULERS = 4  # of an SM; each issues one instruction of a warp in a cycle
@@ -45,6 +45,7 @@ class Estimate:
         self._stages = plan.load.stages if plan.persistent else 1
         self._prefetches = any(step.prefetches for step in plan.steps)
         self._problem = plan.problem
+        self._reads_besides, self._writes_besides = buffers_besides(plan.problem)
         wanted = plan.footprint.registers(wide=plan.wide) if registers is None else registers
         launch = plan.launch
         self._blocks_per_sm = arch.limits.resident_blocks(launch.threads, launch.shared_bytes, wanted)
@@ -71,8 +72,7 @@ class Estimate:
         model, launch = self._arch.model, self._launch
         moved_bytes = buffer_bytes(self._problem, elements)
         written = sum(quantized_bytes(self._problem, elements)) or moved_bytes
-        read_too, written_too = bytes_besides(self._problem, elements)
-        moved = moved_bytes + read_too, written + written_too
+        moved = moved_bytes * (1 + self._reads_besides), written + moved_bytes * self._writes_besides
         in_l2, beyond, loading = _memory(self._arch, *moved, destination, cache)
         # Shares that other blocks have loaded before come from L2.
         shared = self._more_reads * moved_bytes / model.l2_bytes_per_us

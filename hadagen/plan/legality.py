@@ -28,13 +28,13 @@ from hadagen.plan.knobs import (
     steps_of,
     turns_in_exchange,
 )
-from hadagen.plan.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES, log2, reg
+from hadagen.plan.layout import CHUNK_BITS, LANE_BITS, log2, reg
 from hadagen.plan.steps.base import FP32, PACKED, Draft, Footprint, Step, mixed_chunk_bits, roundings
 from hadagen.plan.steps.conversions import Normalize
 from hadagen.plan.steps.exchanges import Exchange
 from hadagen.plan.steps.memory import Load, Prefetch, Trigger
 from hadagen.plan.steps.transforms import PARTS, Butterfly, Gather, Mma
-from hadagen.problem.problem import DType, Numerics, Problem, Rows
+from hadagen.problem.problem import DType, Numerics, Problem
 
 MAX_EXCHANGES = 2
 _TRIGGER = Trigger()
@@ -173,7 +173,7 @@ def _lacking(c: Context, step: Step, carrier: str = "") -> str:
 
 @lru_cache(maxsize=64)
 def _fault(c: Context, grid: str, step: Step) -> str | None:
-    """What a step finds wrong with a plan where it comes after the load."""
+    """The fault of a plan in which a step comes right after the load; None if there is none."""
     plan = Draft(c.problem, 0, 0, 0, (Load("plain"), step), persistent=grid == "persistent")
     return next(step.faults(plan, 1), None)
 
@@ -452,21 +452,19 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @RULES.rule("load")
 def _(c: Context, k: Knobs) -> str | None:
-    load = Load(k.load)
-    if load.multicast and k.block_bits == EXCHANGE:
-        return "no block needs the shares of others (load must not be multicast)"
-    if k.block_bits == LOAD and not load.multicast:
-        if c.problem.io.input is DType.FLOAT32:
-            return "fp32 is summed over blocks from shared memory (load must be multicast)"
-        if load.staged:
-            return "whole rows take another way (load must be plain or multicast)"
-    if lacking := _lacking(c, load):
-        return f"the arch has no {lacking} (load must be another)"
-    if load.staged and c.problem.n * c.problem.io.input.bytes < VECTOR_BYTES:
-        return "rows shorter than 16 bytes cannot be copied asynchronously (load must be another)"
-    if load.staged and c.problem.io.rows is Rows.PITCHED:
-        return "pitched rows cannot be copied as they lie (load must be another)"
-    return None
+    return _load_fault(c, k.load, k.block_bits)
+
+
+@lru_cache(maxsize=64)
+def _load_fault(c: Context, path: str, block_bits: str) -> str | None:
+    load = Load(path, carrier=FP32 if c.problem.io.input is DType.FLOAT32 else PACKED)
+    sums = [Gather() if load.carrier == FP32 else Mma(0, over_blocks=True)] * (block_bits == LOAD)
+    plan = Draft(c.problem, 0, 0, len(sums), (load, *sums))
+    for at, step in reversed([*enumerate(plan.steps)]):
+        for why in step.faults(plan, at):
+            return why
+    lacking = _lacking(c, load)
+    return f"the arch has no {lacking} (load must be another)" if lacking else None
 
 
 @RULES.first_only("grid")

@@ -12,6 +12,7 @@ from hadagen.problem.problem import DType
 Bits = NDArray[np.uint16] | NDArray[np.uint32]
 Reals = NDArray[np.float64]
 
+_OF_NUMPY = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32}
 _BFLOAT16_PRECISION = 8  # significant bits, the hidden one included
 _BFLOAT16_LEAST = -133  # log2 of the smallest subnormal
 
@@ -23,12 +24,9 @@ def encode(dtype: DType, values: NDArray[Any]) -> Bits:
     """
     reals = np.asarray(values, dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        if dtype is DType.FLOAT32:
-            singles: NDArray[np.uint32] = reals.astype(np.float32).view(np.uint32)
-            return singles
-        if dtype is DType.FLOAT16:
-            halves: NDArray[np.uint16] = reals.astype(np.float16).view(np.uint16)
-            return halves
+        if dtype in _OF_NUMPY:
+            bits: Bits = reals.astype(_OF_NUMPY[dtype]).view(f"uint{8 * dtype.bytes}")
+            return bits
         _, exponent = np.frexp(reals)
         step = np.maximum(exponent - _BFLOAT16_PRECISION, _BFLOAT16_LEAST)
         # Scaling by a power of two is exact, so `rint` is the only rounding; float32 then holds the result exactly.
@@ -40,8 +38,6 @@ def encode(dtype: DType, values: NDArray[Any]) -> Bits:
 def decode(dtype: DType, bits: Bits) -> Reals:
     """The values of raw `dtype` bits, exact."""
     with np.errstate(invalid="ignore"):  # a signaling NaN becomes a quiet one
-        if dtype is DType.FLOAT32:
-            return bits.view(np.float32).astype(np.float64)
-        if dtype is DType.FLOAT16:
-            return bits.view(np.float16).astype(np.float64)
+        if dtype in _OF_NUMPY:
+            return bits.view(_OF_NUMPY[dtype]).astype(np.float64)
         return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32).astype(np.float64)

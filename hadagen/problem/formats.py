@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from hadagen.errors import UsageError, choice, shown
@@ -80,6 +81,9 @@ class Format:
     rule: how the scale follows from amax, as `hadagen.rotate_quantize` says.
     rounded: values are rounded to the type of x before they are quantized, though the format does not ask for that.
     groups, rules, layouts: the possible values, the default first.
+    needs_scale: a call gives a scale: for all values, for each head, or for all scales of groups.
+    by_head: a call gives a scale for each head. The rows of x are divided evenly among the heads.
+    keeps_dimension: scales of rows are [..., 1] for x [..., columns], and not [...].
     """
 
     name: str
@@ -88,7 +92,9 @@ class Format:
     groups: tuple[int, ...]
     rules: tuple[str, ...] = ("exact",)
     layouts: tuple[Layout, ...] = (Layout.ROW_MAJOR,)
-    needs_scale: bool = False  # whether a call gives scales: of a tensor, of heads, or for all groups
+    needs_scale: bool = False
+    by_head: bool = False
+    keeps_dimension: bool = False
     group: int = ROW
     rule: str = ""
     layout: Layout = Layout.ROW_MAJOR
@@ -111,23 +117,21 @@ class Format:
         if group is not None and group not in known.groups:
             sizes = ", ".join(str(size) for size in known.groups if size > 0) or "none, as its scales are not of groups"
             raise UsageError(f"group = {shown(group)} does not exist for {name}; choose {sizes}")
-        if rule is not None and rule not in known.rules:
-            raise UsageError(f"rule = {shown(rule)} does not exist for {name}; {choice(rule, known.rules)}")
         layouts = [each.value for each in known.layouts]
-        if layout not in layouts:
-            raise UsageError(f"layout = {shown(layout)} does not exist for {name}; {choice(layout, layouts)}")
+        for what, text, texts in (("rule", rule or known.rules[0], known.rules), ("layout", layout, layouts)):
+            if text not in texts:
+                raise UsageError(f"{what} = {shown(text)} does not exist for {name}; {choice(text, texts)}")
         if layout == Layout.PACKED.value and known.scale == "float32" and rule != "power_of_two":
             raise UsageError(f"layout = packed holds powers of two; choose the rule power_of_two of {name}")
-        chosen = known.groups[0] if group is None else group
-        return replace(known, group=chosen, rule=rule or known.rules[0], layout=Layout(layout))
+        group = known.groups[0] if group is None else group
+        return replace(known, group=group, rule=rule or known.rules[0], layout=Layout(layout))
 
     @cached_property
     def key(self) -> str:
         """The name of the format in the key of a problem, such as "fp8_group_128", "int8_row_4096_convrot" or
         "mxfp4_32_rceil_swizzled"."""
-        known = FORMATS[self.name]
         parts = [self.name.replace("-", "_"), *([str(self.group)] if self.group > 0 else [])]
-        parts += [self.rule] if self.rule != known.rules[0] else []
+        parts += [self.rule] if self.rule != self.rules[0] else []
         parts += [self.layout.value.replace("-", "_")] if self.layout is not Layout.ROW_MAJOR else []
         return "_".join([*parts, *(["rounded"] if self.rounded else [])])
 
@@ -138,12 +142,10 @@ class Format:
         group = int(digits[1]) if digits else TENSOR
         for known in FORMATS.values():
             if known.groups[0] == TENSOR or (group > 0 and (ROW in known.groups or group in known.groups)):
-                for rule in known.rules:
-                    for layout in filter(KERNEL_LAYOUTS.__contains__, known.layouts):
-                        for rounded in (False, True):
-                            form = replace(known, group=group, rule=rule, layout=layout, rounded=rounded)
-                            if form.key == key:
-                                return form
+                for rule, layout, rounded in product(known.rules, known.layouts, (False, True)):
+                    form = replace(known, group=group, rule=rule, layout=layout, rounded=rounded)
+                    if form.key == key and layout in KERNEL_LAYOUTS:
+                        return form
         raise UsageError(f"{shown(key)} is no format; {choice(key, FORMATS)}")
 
     def for_rows(self, columns: int, round_first: bool) -> Format:
@@ -156,9 +158,8 @@ class Format:
     @property
     def text(self) -> str:
         """The arguments of `rotate_quantize`, as text: "int8-row", or "mxfp4, rule=qutlass, layout=swizzled"."""
-        known = FORMATS[self.name]
-        parts = [self.name, *([f"group={self.group}"] if self.group > 0 and self.group != known.groups[0] else [])]
-        parts += [f"rule={self.rule}"] if self.rule != known.rules[0] else []
+        parts = [self.name, *([f"group={self.group}"] if self.group > 0 and self.group != self.groups[0] else [])]
+        parts += [f"rule={self.rule}"] if self.rule != self.rules[0] else []
         parts += [f"layout={self.layout.value}"] if self.layout is not Layout.ROW_MAJOR else []
         return ", ".join([*parts, *(["round_first=True"] if self.rounded else [])])
 
@@ -172,11 +173,6 @@ class Format:
     def rounds_first(self) -> bool:
         """Whether values are rounded to the type of x before they are quantized."""
         return self.rounded or self.element is Element.INT4 or self.rule == "convrot"
-
-    @property
-    def by_head(self) -> bool:
-        """Whether the caller gives a scale for each head. The rows of x are divided evenly among the heads."""
-        return self.name == "fp8-head"
 
     @property
     def by_kernels(self) -> Format:
@@ -214,8 +210,8 @@ FORMATS = {
         Format("fp8-group", Element.E4M3, "float32", (128, 16, 32, 64), ("exact", "power_of_two"), _OF_WORDS),
         Format("fp8-row", Element.E4M3, "float32", (ROW,)),
         Format("fp8-tensor", Element.E4M3, "float32", (TENSOR,), needs_scale=True),
-        Format("fp8-head", Element.E4M3, "float32", (TENSOR,), ("exact", "fa3"), needs_scale=True),
-        Format("int8-row", Element.INT8, "float32", (ROW,), ("exact", "convrot")),
+        Format("fp8-head", Element.E4M3, "float32", (TENSOR,), ("exact", "fa3"), needs_scale=True, by_head=True),
+        Format("int8-row", Element.INT8, "float32", (ROW,), ("exact", "convrot"), keeps_dimension=True),
         Format("int4-row", Element.INT4, "input", (ROW,), ("exact", "quarot")),
         Format("mxfp8", Element.E4M3, "e8m0", (32,), POWERS, _OF_POWERS),
         Format("mxfp4", Element.E2M1, "e8m0", (32,), (*POWERS, "deepseek_v4", "qutlass"), _OF_POWERS),

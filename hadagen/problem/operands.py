@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError, choice, shown
@@ -162,15 +163,10 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     return padded.view(count, 2, 8, count, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6).flatten()
 
 
-def _has_matrix(problem: Problem) -> bool:
-    return problem.transform.has_matrix
-
-
 def _packed_matrix(problem: Problem, matrix: NDArray[Any]) -> NDArray[Any]:
     import torch
 
-    packed: NDArray[Any] = pack_matrix(torch.from_numpy(matrix.copy())).numpy()
-    return packed
+    return pack_matrix(torch.from_numpy(matrix.copy())).numpy()
 
 
 def _random_matrix(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
@@ -183,10 +179,6 @@ def _random_matrix(problem: Problem, units: int, random: np.random.Generator) ->
 def _random_signs(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
     """n bits; bit i % 8 of byte i / 8 is 1 where sign i is −1."""
     return random.integers(0, 256, -(-problem.n // 8), "uint8")
-
-
-def _is_signed(problem: Problem) -> bool:
-    return problem.transform.signed
 
 
 # ---- what a kernel that quantizes takes ------------------------------------------------------------------------------
@@ -227,8 +219,11 @@ def _sample_scales(problem: Problem, units: int, random: np.random.Generator) ->
     return sample_scales(problem.io.form, units).reshape(-1)
 
 
-MATRIX = Operand("matrix", _has_matrix, _random_matrix, _packed_matrix)
-SIGNS = tuple(Operand(name, _is_signed, _random_signs, is_optional=True) for name in ("signs_before", "signs_after"))
+MATRIX = Operand("matrix", attrgetter("transform.has_matrix"), _random_matrix, _packed_matrix)
+SIGNS = tuple(
+    Operand(name, attrgetter("transform.signed"), _random_signs, is_optional=True)
+    for name in ("signs_before", "signs_after")
+)
 SCALES = Operand("scales", _has_scales, None, numbers=_numbers_of_layout)
 TENSOR_SCALE = Operand("tensor_scale", _needs_scale, _sample_scales, numbers=_numbers_of_heads)
 OPERANDS = (MATRIX, *SIGNS, SCALES, TENSOR_SCALE)

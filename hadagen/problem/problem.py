@@ -104,15 +104,17 @@ class Transform:
     def __post_init__(self) -> None:
         most = 1 << MAX_LOG2_N
         if not _is_size(self.order, 1, MAX_ORDER):
-            said = f"order = {shown(self.order)} is not supported"
-            raise UsageError(f"{said}; the order of a matrix is from 1 to {MAX_ORDER}")
+            raise UsageError(
+                f"order = {shown(self.order)} is not supported; the order of a matrix is from 1 to {MAX_ORDER}"
+            )
         for name in ("signed", "swapped"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"{name} = {shown(value)} is not supported; give True or False")
         times = f"{self.order} times " if self.has_matrix else ""
         if not _is_size(self.n, 1, most) or self.n % self.order or self.length & (self.length - 1):
-            said = f"n = {shown(self.n)} is not supported"
-            raise UsageError(f"{said}; n must be {times}a power of two, and from 2 to {most}")
+            raise UsageError(
+                f"n = {shown(self.n)} is not supported; n must be {times}a power of two, and from 2 to {most}"
+            )
         if self.swapped and (self.has_matrix or self.n.bit_length() % 2 == 0 or self.n == 1):
             raise UsageError(
                 f"swapped bits of n = {self.n} are not supported; n must be a power of four, without a matrix"
@@ -248,20 +250,19 @@ class Problem:
         to: a format as in a `key`, or its name as in `hadagen.rotate_quantize`; with the name, group, rule, layout and
             round_first as there, and the elements of the rows of x as columns, by default n.
         """
+        output: Any = dtype if to is None else to
+        transform = Transform(n, order, signed, swapped)
         is_key = isinstance(to, str) and to not in FORMATS and "_" in to
         if to is not None and not isinstance(to, Format) and not is_key:
-            transform = Transform(n, order, signed, swapped)
             columns = n if columns is None else columns
             if not _is_size(columns, 1, (1 << 63) - 1) or columns % n:
                 raise UsageError(f"columns = {shown(columns)} is not supported; rows are a multiple of n = {n}")
             if not isinstance(round_first, bool):
                 raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
-            form = Format.choose(to, group, rule, layout).for_rows(columns, round_first)
-            return cls(transform, Io(dtype, form, numerics, rows), prologue)  # type: ignore[arg-type]  # it converts
-        check_no_format(columns, group, rule, layout, round_first)
-        output: Any = dtype if to is None else to
-        io = Io(dtype, output, numerics, rows)  # type: ignore[arg-type]
-        return cls(Transform(n, order, signed, swapped), io, prologue)
+            output = Format.choose(to, group, rule, layout).for_rows(columns, round_first)
+        else:
+            check_no_format(columns, group, rule, layout, round_first)
+        return cls(transform, Io(dtype, output, numerics, rows), prologue)  # type: ignore[arg-type]  # it converts
 
     @classmethod
     def parse(cls, key: str) -> Problem:
@@ -358,23 +359,20 @@ class Problem:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
         if self.keeps_16_bits and self.io.input is not DType.FLOAT32:
             return CODES_BOUND
-        if not self.may_round_often:
-            return ACCURATE_BOUND[self.io.input]
-        return _SAMPLED * self._fast_error
+        return self._usual_error * (_SAMPLED if self.may_round_often else 1.0)
 
     @property
     def roundings(self) -> float:
         """How many roundings of a 16-bit value may add up. They are independent, so the squares of their errors add."""
         dtype = self.io.input
-        if dtype is DType.FLOAT32:
-            return 0.0
-        if not self.may_round_often:
-            return (ACCURATE_BOUND[dtype] / ROUNDING_ERROR[dtype]) ** 2
-        return (self._fast_error / ROUNDING_ERROR[dtype]) ** 2
+        return 0.0 if dtype is DType.FLOAT32 else (self._usual_error / ROUNDING_ERROR[dtype]) ** 2
 
     @property
-    def _fast_error(self) -> float:
-        """The error that `fast` kernels are compared with: that of HadaCore, or with a matrix, of two roundings."""
+    def _usual_error(self) -> float:
+        """The error that kernels are compared with: if they may round often, that of HadaCore, or with a matrix, of two
+        roundings."""
+        if not self.may_round_often:
+            return ACCURATE_BOUND[self.io.input]
         if self.transform.has_matrix:
             return ROUNDING_ERROR[self.io.input] * 2**0.5
         errors = HADACORE_ERROR[self.io.input]

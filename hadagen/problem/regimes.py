@@ -111,16 +111,15 @@ def quantized_bytes(problem: Problem, elements: int) -> tuple[int, int]:
 
 def touched_bytes(problem: Problem, elements: int, destination: Destination) -> int:
     """Bytes that one launch touches, each counted once."""
-    read, others = buffer_bytes(problem, elements), sum(bytes_besides(problem, elements))
+    read = buffer_bytes(problem, elements)
     written = 0 if destination is Destination.IN_PLACE else sum(quantized_bytes(problem, elements)) or read
-    return read + others + written
+    return read * (1 + sum(buffers_besides(problem))) + written
 
 
-def bytes_besides(problem: Problem, elements: int) -> tuple[int, int]:
-    """Bytes that a launch reads and writes besides x, and besides y or codes and scales: of operands like x."""
-    like_x = [operand.is_written for operand in operands_of(problem) if operand.like_x]
-    each = buffer_bytes(problem, elements)
-    return like_x.count(False) * each, like_x.count(True) * each
+def buffers_besides(problem: Problem) -> tuple[int, int]:
+    """How many operands like x a launch reads besides x, and how many it writes besides y or codes and scales."""
+    is_written = [operand.is_written for operand in operands_of(problem) if operand.like_x]
+    return is_written.count(False), is_written.count(True)
 
 
 def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:

@@ -8,11 +8,11 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
-from hadagen.errors import names_like, shortened
+from hadagen.errors import UsageError, names_like, shortened, shown
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_BOOLS = "bool", "torch.bool"  # of numpy and of PyTorch, of which both make an index
+_BOOLS = "bool", "torch.bool"  # the bools of numpy and of PyTorch, which both take for an index
 
 
 def as_int(value: Any) -> Any:
@@ -41,6 +41,26 @@ def is_flag(value: Any) -> bool:
         return value in (True, False)
     except (RuntimeError, TypeError, ValueError):  # an array has no single answer
         return False
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises `UsageError`, with the name, for what is no flag."""
+    for name, flag in flags.items():
+        if not is_flag(flag):
+            raise UsageError(f"{name} = {shown(flag)} is not supported; give True or False")
+
+
+def as_whole(value: Any, name: str, wanted: str) -> int:
+    """The count. Raises `UsageError`, with the name and what is wanted, for anything else."""
+    number = as_int(value)
+    if not is_count(number):
+        raise UsageError(f"{name} = {shown(value)} is not supported; give {wanted}")
+    return cast(int, number)
+
+
+def name_of(dtype: Any) -> str:
+    """The name of a type that a program gives by itself or by its name: "float16" for torch.float16."""
+    return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
 
 
 def is_one_of(value: Any, names: Collection[Any]) -> bool:

@@ -145,12 +145,6 @@ def _known_knobs(problem: Problem) -> list[Mapping[str, Any]]:
         parents.append(parents[-1].parent)
     tuned = {each for bundle in bundles.known() for each in bundle.problems()}
     for near in (*parents, *nearest_problems(parents[-1], tuned)):
-        found: list[Mapping[str, Any]] = []
-        for bundle in bundles.known():
-            try:
-                found += [entry.knobs for entry in bundle.entries(near)]
-            except StorageError as error:
-                bundles.leave_out(bundle, error)
-        if found:
+        if found := [entry.knobs for bundle in bundles.known() for entry in bundles.entries_of(bundle, near)]:
             return found
     return []

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from hadagen.errors import UsageError, shown
+from hadagen.errors import UsageError
 from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.operands import check_prologue
 from hadagen.problem.problem import MAX_LOG2_N, Problem, Rows, kernel_order, padded_length
 from hadagen.problem.regimes import Destination
 from hadagen.problem.target import arch_of_gpu
 from hadagen.problem.trial import Provenance
-from hadagen.runtime.arguments import as_int, explained, is_count, is_flag, is_one_of
+from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_count, is_one_of, name_of
 from hadagen.runtime.choose import BATCH_INVARIANT, Match, as_problem, choose_from_bundles
 from hadagen.runtime.device import Device, find_device
 
@@ -78,7 +78,7 @@ def _problem_of_call(
     n: Any, dtype: Any, numerics: Any, said: Mapping[str, Any], asked: Mapping[str, Any]
 ) -> tuple[Problem, int]:
     """The problem of the kernel of a call, and the elements of a row of x. said: order and signed. asked: a format."""
-    name = str(dtype).removeprefix("torch.") if not isinstance(dtype, str) else dtype
+    name = name_of(dtype)
     if hasattr(n, "transform"):  # a Rotation
         if said:
             raise UsageError("a Rotation says itself whether it has a matrix and signs; leave out order and signed")
@@ -89,9 +89,7 @@ def _problem_of_call(
             asked = {**asked, "columns": width}
         parts = {"order": of.order, "signed": of.signed, "swapped": of.swapped}
         return Problem.of(of.n, name, numerics, **parts, **asked), asked["columns"] or width
-    n = as_int(n)
-    if not is_count(n):
-        raise UsageError(f"n = {shown(n)} is not supported; give a whole number, at least 1, a Rotation or a problem")
+    n = as_whole(n, "n", "a whole number, at least 1, a Rotation or a problem")
     pads = asked["to"] is None and not said and not asked["prologue"]  # as hadamard_transform does
     if pads and n & (n - 1) and n < 1 << MAX_LOG2_N:
         problem = Problem.of(padded_length(n), name, numerics, Rows.PITCHED, **asked)
@@ -165,19 +163,10 @@ def best_config(
             raise UsageError(f"best_config: missing a required argument: {name!r}; {_EXAMPLE}")
     if is_whole and (dtype is not None or to is not None or before or not is_one_of(numerics, ["accurate"])):
         raise UsageError("a problem has its dtype, numerics and format; leave out dtype, numerics, to and before")
-    rows = as_int(rows)
-    if not is_count(rows):
-        raise UsageError(f"rows = {shown(rows)} is not supported; give a whole number of rows, at least 1")
+    rows = as_whole(rows, "rows", "a whole number of rows, at least 1")
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    for name, flag in (
-        ("inplace", inplace),
-        ("batch_invariant", batch_invariant),
-        ("signed", signed),
-        ("round_first", round_first),
-    ):
-        if not is_flag(flag):
-            raise UsageError(f"{name} = {shown(flag)} is not supported; give True or False")
+    check_flags(inplace=inplace, batch_invariant=batch_invariant, signed=signed, round_first=round_first)
     order = as_int(order)
     said: dict[str, Any] = {} if is_count(order) and order == 1 else {"order": order}
     said |= {"signed": True} if signed else {}

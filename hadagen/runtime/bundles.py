@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from hadagen.errors import StorageError
 from hadagen.owners import fault_beside, fault_of
+from hadagen.problem.problem import Problem
 from hadagen.runtime import trust
-from hadagen.tuning_db.bundle import Bundle, NoKernelError, shipped
+from hadagen.tuning_db.bundle import Bundle, BundleEntry, NoKernelError, shipped
 from hadagen.tuning_db.files import FileState, file_state, read_start, state_of
 from hadagen.tuning_db.signatures import PublicKey
 
@@ -137,6 +138,15 @@ def why_unused(path: Path) -> str:
         if trust.setting() is not None and (path.parent == user_directory() or _is_pinned(path)):
             return f"{trust.VARIABLE} is set; sign it with `hadagen bundle sign`"
     return ""
+
+
+def entries_of(bundle: Bundle, problem: Problem) -> list[BundleEntry]:
+    """The entries of a problem; none if that shows that the bundle is damaged, which `leave_out` then leaves out."""
+    try:
+        return bundle.entries(problem)
+    except StorageError as error:
+        leave_out(bundle, error)
+        return []
 
 
 def leave_out(bundle: Bundle, error: StorageError) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_unary
 
+from hadagen.errors import TensorError
 from hadagen.gpu.driver import Launch
 from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
@@ -33,9 +34,9 @@ Range = tuple[int, int]  # addresses: the first, and the first behind the last
 # Needed in every call, so that they are looked up only once.
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-_in_functorch: Any = torch._C._are_functorch_transforms_active
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+in_functorch: Any = torch._C._are_functorch_transforms_active
 _unpack_dual: Any = torch._C._VariableFunctions._unpack_dual
 _next_number = itertools.count().__next__
 
@@ -131,7 +132,7 @@ class Run:
         """The addresses of x and of a caller's tensors that are like `outputs` and may be written; None if they are
         anything else, or share memory with each other, with x or with what is kept."""
         with_gradient = _is_grad_enabled()
-        if _in_functorch() or (with_gradient and x.requires_grad):
+        if in_functorch() or (with_gradient and x.requires_grad):
             return None
         begin = x.data_ptr()
         found, taken = [begin], [(begin, begin + self._bytes), *kept]
@@ -162,10 +163,31 @@ class Run:
         return found
 
 
+def is_ready(x: torch.Tensor) -> bool:
+    """Whether kernels for contiguous rows take x as it lies."""
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+
+
+def ready(x: torch.Tensor) -> torch.Tensor:
+    """x as such kernels take it: itself or a copy."""
+    return x if is_ready(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def span(x: torch.Tensor) -> int:
     """Bytes from the begin of the first to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size() if x.numel() else 0
+
+
+def check_apart(
+    y: torch.Tensor, name: str, others: Iterable[tuple[str, torch.Tensor]], size: int | None = None
+) -> None:
+    """Raises `TensorError` if y, which is written, shares memory with one of the others, which all have names. size:
+    bytes that are written, by default `span`."""
+    size = span(y) if size is None else size
+    for other, tensor in others:
+        if -size < y.data_ptr() - tensor.data_ptr() < span(tensor):
+            raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
 
 
 def like(x: torch.Tensor) -> Output:
@@ -184,17 +206,17 @@ def is_plain(x: Any) -> bool:
     """Whether x is a tensor of no subclass, and no mode, trace of Dynamo or lazy negation has to do with it. So a call
     need not go through PyTorch's dispatcher, but for what x alone does not tell: derivatives and transforms."""
     return (
-        not _is_dynamo_compiling()
+        not is_dynamo_compiling()
         and type(x) is _Tensor
         and not has_torch_function_unary(x)
         and not x.is_neg()
-        and not _dispatch_modes()
+        and not dispatch_modes()
     )
 
 
 def has_only_memory(x: torch.Tensor) -> bool:
     """Whether x is a plain tensor with memory, and no mode, transform or trace watches the dispatcher."""
-    if not is_plain(x) or _in_functorch() or torch._C._is_tracing():
+    if not is_plain(x) or in_functorch() or torch._C._is_tracing():
         return False
     try:
         return x.data_ptr() != 0
@@ -207,7 +229,7 @@ def needs_derivative(x: torch.Tensor) -> bool:
     if x.requires_grad and _is_grad_enabled():
         return True
     # Dynamo cannot look for tangents. It knows the transforms that are a part of what it compiles.
-    return _in_functorch() if _is_dynamo_compiling() else has_tangent(x)
+    return in_functorch() if is_dynamo_compiling() else has_tangent(x)
 
 
 def has_tangent(x: torch.Tensor) -> bool:
@@ -215,7 +237,7 @@ def has_tangent(x: torch.Tensor) -> bool:
     of levels does not change."""
     if not torch._C._is_fwd_grad_enabled():
         return False
-    if type(x) is torch.Tensor and not _dispatch_modes():
+    if type(x) is torch.Tensor and not dispatch_modes():
         return _unpack_dual(x, level=0)[1] is not None
     with torch._C._DisableTorchDispatch():  # otherwise a trace would record this, and a subclass would see it
         return _unpack_dual(x, level=0)[1] is not None
@@ -256,13 +278,13 @@ def again(x: torch.Tensor, what: Any, inplace: bool = False, out: Any = None, ke
     if out is None and not inplace:
         if not (x.requires_grad and _is_grad_enabled()):
             return run.new(x.data_ptr())
-        return None if run.of is None or _in_functorch() else run.of.follow(x, run)
+        return None if run.of is None or in_functorch() else run.of.follow(x, run)
     if out is not None:
         places = None if inplace else run.places(x, (out,), kept)
         if places is not None:
             run.into((out,), *places)
             return out
-    elif not (_in_functorch() or (x.requires_grad and _is_grad_enabled())):
+    elif not (in_functorch() or (x.requires_grad and _is_grad_enabled())):
         begin = x.data_ptr()
         if not kept or all(last <= begin or begin + x.nbytes <= first for first, last in kept):
             return run.over(x, begin)
@@ -306,9 +328,17 @@ def rotation_problem(
         or (of.swapped and (to is None or of.n == 1))
     ):
         return None
-    signed = of.signs is not None or of.signs_after is not None
-    transform: dict[str, Any] = {"order": order, "signed": signed, "swapped": of.swapped}
-    return kernels.problem_of(of.n, x.dtype, of.numerics, Rows.CONTIGUOUS, **transform, to=to, prologue=prologue)
+    return kernels.problem_of(
+        of.n,
+        x.dtype,
+        of.numerics,
+        Rows.CONTIGUOUS,
+        order=order,
+        signed=of.signs is not None or of.signs_after is not None,
+        swapped=of.swapped,
+        to=to,
+        prologue=prologue,
+    )
 
 
 def launch_of(

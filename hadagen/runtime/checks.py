@@ -48,7 +48,10 @@ def check_options(scale: float, numerics: str, dtype: torch.dtype) -> None:
     """
     check_is_number(scale)
     if not is_symbolic(scale):
-        _check_is_finite(scale, torch.float64 if dtype == torch.float64 else torch.float32)  # the type to compute in
+        wide = torch.float64 if dtype == torch.float64 else torch.float32  # the type to compute in
+        number, largest = as_float(scale), torch.finfo(wide).max
+        if not abs(number) <= largest:
+            raise UsageError(f"scale = {number} is not finite in {plain(wide)}; pass a number up to {largest:.3g}")
     if not is_one_of(numerics, _NUMERICS):
         raise UsageError(f"numerics {shown(numerics)} is not supported; {choice(numerics, _NUMERICS)}")
 
@@ -56,18 +59,16 @@ def check_options(scale: float, numerics: str, dtype: torch.dtype) -> None:
 def check_dtype(dtype: Any) -> None:
     """Raises `UsageError` unless the dtype is one of the types that are computed in."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        said = _plain(dtype) if isinstance(dtype, torch.dtype) else dtype
+        said = plain(dtype) if isinstance(dtype, torch.dtype) else dtype
         raise UsageError(f"dtype {shown(said)} is not possible; pass one of {', '.join(map(str, DTYPES))}")
 
 
-def _check_is_finite(scale: float, dtype: torch.dtype) -> None:
-    largest = torch.finfo(dtype).max
+def as_float(number: float) -> float:
+    """The number as a float, infinite for an integer beyond every float."""
     try:
-        scale = float(scale)
-    except OverflowError:  # an integer beyond every float
-        scale = math.inf
-    if not abs(scale) <= largest:
-        raise UsageError(f"scale = {scale} is not finite in {_plain(dtype)}; pass a number up to {largest:.3g}")
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def stands_for_a_tensor(x: Any) -> bool:
@@ -96,15 +97,17 @@ def check_is_tensor(x: Any, name: str) -> None:
 def _is_freed(x: torch.Tensor) -> bool:
     """Whether x has elements but no memory, as parameters that are sharded or offloaded at the moment. PyTorch's own
     functions read address 0 then."""
-    if (
-        type(x) not in (torch.Tensor, torch.nn.Parameter)
-        or is_functional(x)
-        or torch._C._are_functorch_transforms_active()
-    ):
-        return False
-    if x.is_nested or x.layout is not torch.strided or x.device.type not in ("cpu", "cuda") or x._is_zerotensor():
-        return False
-    return x.data_ptr() == 0 and x.numel() > 0
+    return (
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and not is_functional(x)
+        and not torch._C._are_functorch_transforms_active()
+        and not x.is_nested
+        and x.layout is torch.strided
+        and x.device.type in ("cpu", "cuda")
+        and not x._is_zerotensor()
+        and x.data_ptr() == 0
+        and x.numel() > 0
+    )
 
 
 def has_values(x: torch.Tensor) -> bool:
@@ -122,11 +125,13 @@ def check_alike(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} {what} but x {mine}; pass both with values, or both fake")
 
 
-def how_to_join(one: torch.device, other: torch.device, move: str) -> str:
-    """Advice for tensors on two devices: `move`, except with the meta device, whose tensors have no values to move."""
+def check_same_device(name: str, one: torch.device, of: str, other: torch.device, move: str) -> None:
+    """Raises `TensorError` if one tensor is on another device than a second, `of`, with the advice to `move`; for the
+    meta device with another, as its tensors have no values to move."""
     if "meta" in (one.type, other.type):
-        return "a tensor on meta has no values; put both there, or give it values with .to_empty and load_state_dict"
-    return move
+        move = "a tensor on meta has no values; put both there, or give it values with .to_empty and load_state_dict"
+    if one != other:
+        raise TensorError(f"{name} is on {one} but {of} on {other}; {move}")
 
 
 def shape_of(x: torch.Tensor) -> str:
@@ -136,17 +141,17 @@ def shape_of(x: torch.Tensor) -> str:
 
 def kind_of(x: torch.Tensor) -> str:
     """Layout and type of a tensor, for a message, such as "strided int8"."""
-    return "nested" if x.is_nested else f"{_plain(x.layout)} {_plain(x.dtype)}"
+    return "nested" if x.is_nested else f"{plain(x.layout)} {plain(x.dtype)}"
 
 
 def check_tensor(x: torch.Tensor) -> None:
     """Raises `TensorError` for an input that cannot be transformed."""
     if x.dtype not in DTYPES:
-        raise TensorError(f"x has the type {_plain(x.dtype)}; convert it to {_names(DTYPES)}")
+        raise TensorError(f"x has the type {plain(x.dtype)}; convert it to {', '.join(map(plain, DTYPES))}")
     if x.is_nested:
         raise TensorError("x is a nested tensor; pass x.to_padded_tensor(0.0), or each of its parts")
     if x.layout is not torch.strided:
-        raise TensorError(f"x has the layout {_plain(x.layout)}; convert it with x.to_dense()")
+        raise TensorError(f"x has the layout {plain(x.layout)}; convert it with x.to_dense()")
     if x.dim() == 0:
         raise TensorError("x has no dimension to transform; pass a tensor of shape [..., n]")
     if x.shape[-1] < 1:
@@ -176,7 +181,7 @@ def check_like(x: torch.Tensor, out: torch.Tensor) -> None:
     for what in ("shape", "dtype", "device", "layout"):
         mine, theirs = getattr(out, what), getattr(x, what)
         if mine != theirs:
-            raise TensorError(f"out has the {what} {_plain(mine)} but x has {_plain(theirs)}; pass an out like x")
+            raise TensorError(f"out has the {what} {plain(mine)} but x has {plain(theirs)}; pass an out like x")
 
 
 def check_writable(y: torch.Tensor) -> None:
@@ -191,9 +196,6 @@ def check_writable(y: torch.Tensor) -> None:
         )
 
 
-def _names(values: tuple[Any, ...]) -> str:
-    return ", ".join(_plain(value) for value in values)
-
-
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A type, layout or shape for a message, without the name of PyTorch."""
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

@@ -27,14 +27,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hadagen.errors import StorageError, ToolchainError, UsageError, shown
+from hadagen.errors import ToolchainError, UsageError, shown
 from hadagen.problem.launch import PORTABLE_CLUSTER
 from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination, destinations, nearest
 from hadagen.problem.target import generation
 from hadagen.problem.trial import Provenance
 from hadagen.runtime import bundles
-from hadagen.runtime.arguments import as_int
+from hadagen.runtime.arguments import as_int, name_of
 from hadagen.runtime.device import Device
 from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -200,15 +200,11 @@ def _best_bundle(
         for _, similar in groupby(serving(asked, device), key=_generation):
             matching = []
             for bundle in similar:
-                try:
-                    entries = [
-                        entry
-                        for entry in bundle.entries(problem)
-                        if entry.kernel not in without and (arithmetic is None or _keeps(entry, arithmetic))
-                    ]
-                except StorageError as error:
-                    bundles.leave_out(bundle, error)
-                    continue
+                entries = [
+                    entry
+                    for entry in bundles.entries_of(bundle, problem)
+                    if entry.kernel not in without and (arithmetic is None or _keeps(entry, arithmetic))
+                ]
                 match, found = entries_by_size(entries, problem, destination, device)
                 if found:
                     badness = _badness(match, next(iter(found.values())))  # the same for all that are found
@@ -256,13 +252,12 @@ def as_problem(given: Any) -> Problem:
         return Problem.parse(given)
     try:
         values = dict(given)
-        dtype = values.pop("dtype")
-        name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")  # torch.float16 is "float16"
+        name = name_of(values.pop("dtype"))
         return Problem.of(as_int(values.pop("n")), name, **values)
     except UsageError:
         raise
     except KeyError as error:
         raise UsageError(f"problem = {shown(given)} lacks {error}; give a dict like {_WHOLE}") from None
     except (TypeError, ValueError):
-        said = f"problem = {shown(given)} names no problem"
-        raise UsageError(f"{said}; give a Problem, its key, or a dict like {_WHOLE}") from None
+        advice = f"give a Problem, its key, or a dict like {_WHOLE}"
+        raise UsageError(f"problem = {shown(given)} names no problem; {advice}") from None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from hadagen.errors import UsageError
 from hadagen.problem.matrices import MAX_GIVEN_ORDER, find_orders
-from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of
+from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of, plain
 from hadagen.runtime.named import matrix_of
 from hadagen.runtime.overlap import overlaps_itself
 
@@ -22,8 +23,9 @@ def rotation_of(make: Any, weight: torch.Tensor, n: int | None, perm: torch.Tens
     check_is_tensor(weight, "weight")
     strange = weight.is_nested or weight.layout is not torch.strided or not has_values(weight)
     if strange or weight.dtype not in (*DTYPES, torch.int8):
-        plain = str(weight.dtype).removeprefix("torch.")
-        raise UsageError(f"weight is a {plain} tensor without values of ±c; pass the tensor of the checkpoint")
+        raise UsageError(
+            f"weight is a {plain(weight.dtype)} tensor without values of ±c; pass the tensor of the checkpoint"
+        )
     if weight.dim() != 2 or weight.shape[0] != weight.shape[1] or not len(weight):
         raise UsageError(f"weight has the shape {tuple(weight.shape)}; it must be square")
     size = len(weight)
@@ -87,13 +89,9 @@ def _orders_of(size: int) -> list[tuple[int, ...]]:
     """The orders that its matrices of this size may have, those of its rule first."""
     found: list[tuple[int, ...]] = []
     for k in (None, (), *((order,) for order in range(256, 0, -4))):
-        try:
-            orders = find_orders(_NAME, size, k)
-        except UsageError:
-            continue
-        if orders not in found:
-            found.append(orders)
-    return found
+        with suppress(UsageError):
+            found.append(find_orders(_NAME, size, k))
+    return list(dict.fromkeys(found))
 
 
 def _agrees(base: Any, signs: torch.Tensor, weight: torch.Tensor, first: int) -> bool:

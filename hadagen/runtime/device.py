@@ -76,8 +76,9 @@ def find_device(device: int | str | torch.device | None = None, arch: str | None
             )
         target = Device(arch, device or "")
         if (its := arch_of_gpu(target.gpu)) not in (None, arch):
-            said = f"device {shown(device)} is a GPU of {its}, not of {arch}"
-            raise UsageError(f"{said}; give that arch, or another device")
+            raise UsageError(
+                f"device {shown(device)} is a GPU of {its}, not of {arch}; give that arch, or another device"
+            )
         return target
     import torch
 

@@ -11,11 +11,12 @@ import torch
 from hadagen.errors import UsageError, shown
 from hadagen.problem.matrices import MAX_GIVEN_ORDER
 from hadagen.runtime.arguments import as_int, is_count
-from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of
+from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of, plain
 
 # How far the rows of a given matrix may be from orthonormal where an inverse is asked: a few roundings of its type, but
 # at least this much, because many matrices are computed in float32.
 _LEAST_TOLERANCE = 1e-5
+_SIGNS_ADVICE = "pass a dense tensor of integers or real numbers, each 1 or -1"
 _TYPES = (torch.int8, *DTYPES)  # of given matrices; their places are stored
 
 
@@ -126,8 +127,7 @@ def _check_kind(matrix: torch.Tensor) -> None:
     if matrix.is_nested or matrix.layout is not torch.strided:
         raise UsageError("the matrix is sparse or nested; pass a dense tensor")
     if matrix.is_complex() or matrix.dtype == torch.bool or matrix.is_quantized:
-        plain = str(matrix.dtype).removeprefix("torch.")
-        raise UsageError(f"the matrix is a {plain} tensor; pass real numbers")
+        raise UsageError(f"the matrix is a {plain(matrix.dtype)} tensor; pass real numbers")
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         raise UsageError(f"the matrix has the shape {tuple(matrix.shape)}; it must be square")
     if len(matrix) > MAX_GIVEN_ORDER:
@@ -162,12 +162,12 @@ def mean_square_of_rows(matrix: torch.Tensor) -> float:
 def check_orders(orders: tuple[int, ...], asked: tuple[int, ...] | None, block: int) -> None:
     """Raises `UsageError` unless the orders of given matrices are those that were asked for, if any, and a block is
     their product times a power of two."""
-    plain = " · ".join(map(str, orders))
+    product = " · ".join(map(str, orders))
     if asked is not None and asked != orders:
-        raise UsageError(f"k = {asked} does not fit matrices of the orders {plain}; leave k out")
+        raise UsageError(f"k = {asked} does not fit matrices of the orders {product}; leave k out")
     rest, left = divmod(block, math.prod(orders))
     if left or rest & (rest - 1):
-        raise UsageError(f"n = {block} is not {plain} times a power of two; choose such blocks or other matrices")
+        raise UsageError(f"n = {block} is not {product} times a power of two; choose such blocks or other matrices")
 
 
 def as_signs(values: Any, name: str, length: int) -> torch.Tensor | None:
@@ -176,10 +176,7 @@ def as_signs(values: Any, name: str, length: int) -> torch.Tensor | None:
     if isinstance(values, torch.Tensor):
         check_is_tensor(values, name)
         if values.is_nested or values.is_quantized:
-            what = kind_of(values)
-            raise UsageError(
-                f"{name} is a {what} tensor; pass a dense tensor of integers or real numbers, each 1 or -1"
-            )
+            raise UsageError(f"{name} is a {kind_of(values)} tensor; {_SIGNS_ADVICE}")
     try:
         signs = values if is_unknown(values) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -187,8 +184,7 @@ def as_signs(values: Any, name: str, length: int) -> torch.Tensor | None:
     if signs.shape != (length,):
         raise UsageError(f"{name} has the shape {tuple(signs.shape)}; it must have the {length} elements of a block")
     if signs.is_complex() or signs.dtype == torch.bool or signs.layout is not torch.strided:
-        plain = str(signs.dtype).removeprefix("torch.")
-        raise UsageError(f"{name} is a {plain} tensor; pass a dense tensor of integers or real numbers, each 1 or -1")
+        raise UsageError(f"{name} is a {plain(signs.dtype)} tensor; {_SIGNS_ADVICE}")
     if is_unknown(signs):
         return None
     signs = signs.detach().double()

@@ -34,9 +34,11 @@ def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem
         return apart, other.io != problem.io, other.prologue != problem.prologue, signs_differ, other
 
     def is_similar(other: Problem) -> bool:
-        same = other.transform.has_matrix is problem.transform.has_matrix
-        alike = same and other.prologue in ("", problem.prologue)
-        return alike and _apart(other.io, problem.io) is not None
+        return (
+            other.transform.has_matrix is problem.transform.has_matrix
+            and other.prologue in ("", problem.prologue)
+            and _apart(other.io, problem.io) is not None
+        )
 
     return sorted(set(filter(is_similar, known)) - {problem}, key=distance)
 

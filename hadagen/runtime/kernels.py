@@ -7,7 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -65,8 +65,9 @@ def problem_of(
     least = 2 if to is None else 1
     if dtype not in _DTYPES or not least <= n <= 1 << MAX_LOG2_N or order > MAX_ORDER:
         return None
-    transform: dict[str, Any] = {"order": order, "signed": signed, "swapped": swapped}
-    return Problem.of(n, _DTYPES[dtype], numerics, rows, **transform, to=to, prologue=prologue)
+    return Problem.of(
+        n, _DTYPES[dtype], numerics, rows, order=order, signed=signed, swapped=swapped, to=to, prologue=prologue
+    )
 
 
 def find(kind: Kind, elements: int) -> LoadedKernel | None:
@@ -167,8 +168,12 @@ def _tell_unserved(device: int, target: Device) -> None:
         if device in _unserved:
             return
         _unserved.add(device)
-    said = f"no bundle has kernels for {printable(target.gpu)} ({target.arch}), so plain PyTorch transforms there"
-    warnings.warn(f"{said}, which is slower; {how_to_get_kernels(target.arch)}", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        f"no bundle has kernels for {printable(target.gpu)} ({target.arch}), so plain PyTorch transforms there, which "
+        f"is slower; {how_to_get_kernels(target.arch)}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _find(kind: Kind, elements: int) -> LoadedKernel | None:

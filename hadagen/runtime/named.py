@@ -20,7 +20,7 @@ from hadagen.problem.matrices import find_matrix
 from hadagen.problem.problem import MAX_ORDER, kernel_order
 from hadagen.runtime import sealed
 from hadagen.runtime.given import as_matrices, mean_square_of_rows, unpack_given
-from hadagen.runtime.operators import LIBRARY
+from hadagen.runtime.operators import register
 from hadagen.runtime.rotate_arguments import TRAILER, combined, pack_matrices, pack_signs, packed_size, unpack_signs
 
 REGULAR = "regular"
@@ -77,13 +77,11 @@ def _held_by(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if device.type == "mps" and dtype == torch.float64 else dtype  # which has no float64
 
 
-LIBRARY.define("named_matrix(str name, int[] orders, int n, str device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("named_matrix", _copy_of_named, "CompositeExplicitAutograd")
-torch.library.register_fake("hadagen::named_matrix", _fake_named, lib=LIBRARY)
-
 # (name, orders, n, device) → what `named_on` gives, in a new tensor. For `regular`, orders is [1].
 # The device is text, because traces of torch.jit have no devices in operators.
-named_matrix: Any = torch.ops.hadagen.named_matrix.default
+named_matrix = register(
+    "named_matrix", "(str name, int[] orders, int n, str device) -> Tensor", _copy_of_named, _fake_named
+)
 
 
 # ---- what depends on sealed buffers ----------------------------------------------------------------------------------
@@ -184,13 +182,10 @@ def _fake_stored(
     return _empty(entries, orders, n, device)
 
 
-LIBRARY.define(
-    "stored_matrix(Tensor? matrices, Tensor? signs, Tensor? signs_after, str name, int[] orders, int n, "
-    "str scale) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-LIBRARY.impl("stored_matrix", _copy_of_stored, "CompositeExplicitAutograd")
-torch.library.register_fake("hadagen::stored_matrix", _fake_stored, lib=LIBRARY)
-
 # (matrices, signs, signs_after, name, orders, n, scale) → what `stored_on` gives, in a new tensor.
-stored_matrix: Any = torch.ops.hadagen.stored_matrix.default
+stored_matrix = register(
+    "stored_matrix",
+    "(Tensor? matrices, Tensor? signs, Tensor? signs_after, str name, int[] orders, int n, str scale) -> Tensor",
+    _copy_of_stored,
+    _fake_stored,
+)

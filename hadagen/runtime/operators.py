@@ -30,11 +30,12 @@ LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untype
 _ASKED = {"x": "inplace=True", "out": "out="}
 
 
-def register(name: str, schema: str, real: Any, fake: Any, autograd: Any, *tags: torch.Tag) -> Any:
-    """Define an operator. fake: the implementation for tensors without memory."""
+def register(name: str, schema: str, real: Any, fake: Any, autograd: Any = None, *tags: torch.Tag) -> Any:
+    """Define an operator. fake: the implementation for tensors without memory. autograd: None without derivatives."""
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, real, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, autograd, "Autograd")
+    if autograd is not None:
+        LIBRARY.impl(name, autograd, "Autograd")
     torch.library.register_fake(f"hadagen::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.hadagen, name).default
 
@@ -49,6 +50,8 @@ class LinearOperator:
     check: (x, options); raises for bad arguments, without reading memory.
     transpose: options → the options of the transposed map, which gradients take.
     """
+
+    functional: Callable[..., torch.Tensor]
 
     def __init__(
         self,
@@ -92,13 +95,11 @@ class LinearOperator:
         """The operator; it bypasses the dispatcher if the dispatcher has nothing to do."""
         if has_only_memory(x) and not needs_derivative(x):
             return self._compute(x, options, False)
-        result: torch.Tensor = self.functional(x, *options)
-        return result
+        return self.functional(x, *options)
 
     def follow(self, x: torch.Tensor, run: Run) -> torch.Tensor:
         """The result of a call that comes again and bypasses the dispatcher, with its derivative. x has no tangent."""
-        result: torch.Tensor = _New.apply(x, self, run.options, run)  # type: ignore[attr-defined]
-        return result
+        return _New.apply(x, self, run.options, run)  # type: ignore[attr-defined, no-any-return]
 
     def dispatch(self, x: torch.Tensor, options: Any, inplace: bool, out: torch.Tensor | None) -> Any:
         """The result in a new tensor, in x or in out. Arguments are checked already. It bypasses the dispatcher if the
@@ -159,8 +160,7 @@ class LinearOperator:
         if has_only_memory(x):
             return self._compute(x, options, False)
         with _next_level():
-            result: torch.Tensor = self.functional(x, *options)
-            return result
+            return self.functional(x, *options)
 
     def _new_autograd(self, x: torch.Tensor, *options: Any) -> Any:
         if needs_derivative(x):
@@ -217,9 +217,8 @@ class _New(_OneLevelFunction):
         return ctx.of.apply(gradient, ctx.of.transpose(ctx.options)), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        result: torch.Tensor = ctx.of.apply(tangent, ctx.options)
-        return result
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return ctx.of.apply(tangent, ctx.options)
 
 
 class _InPlace(_OneLevelFunction):

@@ -7,23 +7,21 @@ and the operators of rotations and quantizers the rest. Derivatives are always t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hadagen.errors import TensorError
-from hadagen.problem.formats import TENSOR, Format
+from hadagen.problem.formats import TENSOR
 from hadagen.problem.operands import PROLOGUES, Prologue, check_prologue
 from hadagen.runtime import calls
-from hadagen.runtime.calls import ALIGNMENT, Run, has_only_memory, launch_of, needs_derivative, rotation_problem
-from hadagen.runtime.checks import check_alike, check_is_tensor, check_tensor, shape_of
+from hadagen.runtime.calls import Run, has_only_memory, launch_of, needs_derivative, rotation_problem
+from hadagen.runtime.checks import check_alike, check_is_tensor, check_tensor, plain, shape_of
 from hadagen.runtime.operators import register
-from hadagen.runtime.quantize_operator import check_arguments, empty_results, format_of, make, no_scales, run_for
+from hadagen.runtime.quantize_operator import AFTER, After, check_arguments, empty_results, make, no_scales, run_for
 from hadagen.runtime.rotate_arguments import RotateArguments
 from hadagen.runtime.rotate_operator import ROTATE, rotated
-
-NO_FORMAT = ""  # in place of the name of a format
 
 
 class Before(NamedTuple):
@@ -43,23 +41,6 @@ class Before(NamedTuple):
         return PROLOGUES[self.prologue]
 
 
-class After(NamedTuple):
-    """The rotation after a prologue, and the quantizer if there is a format. tensor_scale: that of the call, if the
-    format needs one."""
-
-    of: RotateArguments
-    form: Format | None = None
-    round_first: bool = False
-    tensor_scale: torch.Tensor | None = None
-
-    def at(self) -> tuple[Any, ...]:
-        """The fields as arguments of the operator."""
-        values, form = [*self.of], self.form  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
-        options = *values[:6], self.of.scale, self.of.numerics, self.of.batch_invariant
-        format_options = (form.name, form.group, form.rule, form.layout.value) if form else (NO_FORMAT, 0, "", "")
-        return *options, *format_options, self.round_first, self.tensor_scale
-
-
 def rotate_after(x: torch.Tensor, before: Before, after: After) -> list[torch.Tensor]:
     """The rotated rows, like x, or codes and scales; and then what the prologue writes, like x.
 
@@ -70,16 +51,12 @@ def rotate_after(x: torch.Tensor, before: Before, after: After) -> list[torch.Te
         has_only_memory(each) and not needs_derivative(each) for each in tensors
     ):
         return _compute(tensors, before.prologue, *after.at())
-    results: list[torch.Tensor] = OPERATOR(tensors, before.prologue, *after.at())
-    return results
+    return OPERATOR(tensors, before.prologue, *after.at())
 
 
 def _arguments(tensors: Sequence[torch.Tensor], prologue: str, *options: Any) -> tuple[torch.Tensor, Before, After]:
-    of: Any = *options[:6], False, *options[6:9]
-    name, group, rule, layout, round_first, given = options[9:]
-    form = None if name == NO_FORMAT else format_of(name, group, rule, layout)
     x, *values = tensors
-    return x, Before(prologue, tuple(values)), After(RotateArguments(*of), form, round_first, given)
+    return x, Before(prologue, tuple(values)), After.taken(*options)
 
 
 def _check(x: torch.Tensor, before: Before, after: After) -> None:
@@ -94,10 +71,9 @@ def _check(x: torch.Tensor, before: Before, after: After) -> None:
         check_alike(x, value, operand.name)
         shape = x.shape if operand.like_x else (after.of.n,)
         if value.shape != shape or value.dtype != x.dtype or value.device != x.device:
-            plain = str(x.dtype).removeprefix("torch.")
             raise TensorError(
-                f"{operand.name} is {value.dtype} {shape_of(value)} on {value.device}; {before.prologue} needs {plain} "
-                f"{tuple(shape)} on {x.device}"
+                f"{operand.name} is {value.dtype} {shape_of(value)} on {value.device}; {before.prologue} needs "
+                f"{plain(x.dtype)} {tuple(shape)} on {x.device}"
             )
 
 
@@ -105,7 +81,7 @@ def _check(x: torch.Tensor, before: Before, after: After) -> None:
 def _compute(*arguments: Any) -> list[torch.Tensor]:
     x, before, after = _arguments(*arguments)
     _check(x, before, after)
-    x, *values = (_without_gaps(each) for each in (x, *before.values))
+    x, *values = map(calls.ready, (x, *before.values))
     before = Before(before.prologue, tuple(values))
     run = _run(x, before, after) if calls.takes_kernels(x) else None
     if run is None:
@@ -118,17 +94,11 @@ def _compute(*arguments: Any) -> list[torch.Tensor]:
     return results
 
 
-def _without_gaps(x: torch.Tensor) -> torch.Tensor:
-    if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _run(x: torch.Tensor, before: Before, after: After) -> Run | None:
-    of, form, round_first, given = after
+    of, form, round_first, _ = after
     if form is not None and form.by_kernels is not form:
         return None
-    heads = given.numel() if form and form.by_head and given is not None else 1
+    heads = after.heads
     what = before.prologue, form and form.key, round_first, heads, calls.number_of(of), of.numerics, of.batch_invariant
     run = calls.known(x, what)
     if run is None:
@@ -177,15 +147,12 @@ def _with_derivatives(*arguments: Any) -> list[torch.Tensor]:
             raise TensorError("x or what comes before has a derivative, which quantized codes do not have; detach it")
         return _in_pytorch(x, before, after, differentiable=True)
     with torch._C._AutoDispatchBelowAutograd():
-        results: list[torch.Tensor] = OPERATOR(*arguments)
-        return results
+        return OPERATOR(*arguments)
 
 
-OPERATOR = register(
+OPERATOR: Callable[..., list[torch.Tensor]] = register(
     "rotate_after",
-    "(Tensor[] tensors, str prologue, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, "
-    "bool swapped, Scalar scale, str numerics, bool batch_invariant, str to, int group, str rule, str layout, "
-    "bool round_first, Tensor? tensor_scale) -> Tensor[]",
+    f"(Tensor[] tensors, str prologue, {AFTER}, Tensor? tensor_scale) -> Tensor[]",
     _compute,
     _shapes,
     _with_derivatives,

@@ -17,6 +17,7 @@ from hadagen.runtime.arguments import as_int
 from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, rotation_problem
 from hadagen.runtime.checks import (
     REAL,
+    as_float,
     check_alike,
     check_is_flag,
     check_is_number,
@@ -25,6 +26,7 @@ from hadagen.runtime.checks import (
     check_tensor,
     is_symbolic,
     kind_of,
+    plain,
     shape_of,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -32,6 +34,7 @@ from hadagen.runtime.quantize_operator import (
     INTO,
     NAMES,
     NEW,
+    After,
     check_free,
     check_outputs,
     fill_up,
@@ -220,9 +223,7 @@ def _made(
             what = None  # what is no plain value may change
         results = make(x, of, form, round_first, given, written, what)
     else:
-        values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
-        options = *values[:6], of.scale, of.numerics, of.batch_invariant
-        options += form.name, form.group, form.rule, form.layout.value, round_first, given
+        options = After(of, form, round_first, given).at()
         if written is None:
             results = NEW(x, *options)
         else:
@@ -253,8 +254,9 @@ def _check_kind(x: torch.Tensor) -> None:
     """The same, but for an x that requires a gradient."""
     check_is_tensor(x, "x")
     if x.dtype not in _DTYPES:
-        plain = str(x.dtype).removeprefix("torch.")
-        raise TensorError(f"x has the type {plain}; pass values of float16, bfloat16 or float32 that are not quantized")
+        raise TensorError(
+            f"x has the type {plain(x.dtype)}; pass values of float16, bfloat16 or float32 that are not quantized"
+        )
     check_tensor(x)
 
 
@@ -299,29 +301,16 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
         if given is not None:
             raise UsageError(f"{form.name} has no tensor_scale; leave it out, or choose fp8-tensor, fp8-head or nvfp4")
         return None
-    if form.by_head:
-        return _scales_of_heads(given, form, x)
     if given is None:
-        raise UsageError(f"{form.name} needs a tensor_scale; pass a number, or a tensor with one element")
+        what = _scales_of_heads(x) if form.by_head else "a number, or a tensor with one element"
+        raise UsageError(f"{form.name} needs a tensor_scale; pass {what}")
     if isinstance(given, torch.Tensor):
-        if _is_ready(given, x):
-            return given
-        check_is_tensor(given, "tensor_scale")
-        is_plain = given.layout is torch.strided and given.dtype == torch.float32 and given.numel() == 1
-        if not is_plain or given.is_nested or given.device != x.device:
-            what = f"{kind_of(given)} with {given.numel()} elements on {given.device}"
-            raise TensorError(f"tensor_scale is {what}; it must be strided float32 with one element on {x.device}")
-        check_alike(x, given, "tensor_scale")
-        _check_has_no_gradient(given, "tensor_scale")
-        if given.device.type == "cpu" and has_only_memory(given):
-            _check_is_possible(float(given), form)
-        return given.detach().resolve_neg().reshape(())
+        return given if not form.by_head and _is_ready(given, x) else _checked_scale(given, form, x)
+    if form.by_head:
+        raise TypeError(f"tensor_scale is a {type(given).__name__}; {form.name} needs a tensor, {_scales_of_heads(x)}")
     check_is_number(given, "tensor_scale")
     if not is_symbolic(given):
-        try:
-            given = float(given)
-        except OverflowError:  # an integer beyond every float
-            given = math.inf
+        given = as_float(given)
         _check_is_possible(given, form)
         given = given if given <= _MOST else math.inf
     return torch.full((), given, dtype=torch.float32, device=x.device)
@@ -340,28 +329,31 @@ def _is_ready(given: torch.Tensor, x: torch.Tensor) -> bool:
     )
 
 
-def _scales_of_heads(given: Any, form: Format, x: torch.Tensor) -> torch.Tensor:
-    def wanted() -> str:
-        return f"float32 with the shape of leading dimensions of x, such as {tuple(x.shape[:1])}, on {x.device}"
-
-    if given is None:
-        raise UsageError(f"{form.name} needs a tensor_scale; pass {wanted()}")
-    if not isinstance(given, torch.Tensor):
-        raise TypeError(f"tensor_scale is a {type(given).__name__}; {form.name} needs a tensor, {wanted()}")
-    if x.dim() == 1:
+def _checked_scale(given: torch.Tensor, form: Format, x: torch.Tensor) -> torch.Tensor:
+    if form.by_head and x.dim() == 1:
         raise TensorError(f"x has one dimension; {form.name} needs another for its heads, such as x[None]")
     check_is_tensor(given, "tensor_scale")
-    is_plain = given.layout is torch.strided and given.dtype == torch.float32 and not given.is_nested
-    fits = is_plain and 1 <= given.dim() < x.dim() and given.shape == x.shape[: given.dim()]
+    fits = given.layout is torch.strided and given.dtype == torch.float32 and not given.is_nested
+    if form.by_head:
+        fits = fits and 1 <= given.dim() < x.dim() and given.shape == x.shape[: given.dim()]
+    else:
+        fits = fits and given.numel() == 1
     if not fits or given.device != x.device:
-        what = f"{kind_of(given)} {shape_of(given)} on {given.device}"
-        raise TensorError(f"tensor_scale is {what}; it must be strided {wanted()}")
+        has = shape_of(given) if form.by_head else f"with {given.numel()} elements"
+        wanted = _scales_of_heads(x) if form.by_head else f"float32 with one element on {x.device}"
+        raise TensorError(f"tensor_scale is {kind_of(given)} {has} on {given.device}; it must be strided {wanted}")
     check_alike(x, given, "tensor_scale")
     _check_has_no_gradient(given, "tensor_scale")
     if given.device.type == "cpu" and has_only_memory(given) and given.numel():
         for number in given.aminmax():
             _check_is_possible(float(number), form)
-    return given.detach().resolve_neg().contiguous()
+    given = given.detach().resolve_neg()
+    return given.contiguous() if form.by_head else given.reshape(())
+
+
+def _scales_of_heads(x: torch.Tensor) -> str:
+    """Which tensors these are, for a message."""
+    return f"float32 with the shape of leading dimensions of x, such as {tuple(x.shape[:1])}, on {x.device}"
 
 
 def _check_is_possible(number: float, form: Format) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,8 @@ from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.operands import Prologue, sizes_for
 from hadagen.problem.problem import LEAST_GROUP, Problem
 from hadagen.runtime import calls
-from hadagen.runtime.calls import ALIGNMENT, Output, Run, needs_derivative, rotation_problem, span
-from hadagen.runtime.checks import check_alike, check_is_tensor, check_writable, is_functional, kind_of, shape_of
+from hadagen.runtime.calls import ALIGNMENT, Output, Run, check_apart, needs_derivative, rotation_problem, span
+from hadagen.runtime.checks import check_alike, check_is_tensor, check_writable, is_functional, kind_of, plain, shape_of
 from hadagen.runtime.operators import register
 from hadagen.runtime.rotate_arguments import RotateArguments, check
 from hadagen.runtime.rotate_operator import check_whole, rotated
@@ -56,7 +56,7 @@ def outputs_of(x: torch.Tensor, form: Format) -> tuple[Output, Output]:
     scales = quantizer.shape_of_scales(leading, groups, form.layout)
     if form.group == TENSOR:
         scales = ()
-    elif form.group == ROW and form.name != "int8-row":
+    elif form.group == ROW and not form.keeps_dimension:
         scales = scales[:-1]
     strides = _strides(scales, order)
     if form.layout.in_columns:
@@ -110,8 +110,8 @@ def make(
     """
     as_made = form.by_kernels
     rows = (x if values is None else values).permute(order_of(x, as_made))
-    if calls.takes_kernels(x) and not is_ready(rows):
-        rows, what = rows.clone(memory_format=torch.contiguous_format), None
+    if calls.takes_kernels(x) and not calls.is_ready(rows):
+        rows, what = calls.ready(rows), None
     run = _run(rows, x, of, as_made, round_first, given) if values is None else None
     if run is None:
         codes, scales = shaped(x, as_made, *_in_pytorch(rows, of, as_made, round_first, given, x.dtype))
@@ -133,11 +133,6 @@ def make(
         if each is not values:
             each.copy_(values)
     return codes, scales
-
-
-def is_ready(rows: torch.Tensor) -> bool:
-    """Whether kernels take rows, whose dimensions are in order, as they lie."""
-    return rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0
 
 
 def _run(
@@ -236,7 +231,7 @@ def check_outputs(written: Sequence[torch.Tensor], outputs: Sequence[Output], x:
             lies = f" with the strides {each.stride()}" if each.layout is torch.strided and not each.is_nested else ""
             raise TensorError(
                 f"{name} is {kind_of(each)} {shape_of(each)}{lies} on {each.device}; this call needs strided "
-                f"{str(dtype).removeprefix('torch.')} {shape} with the strides {strides} on {x.device}"
+                f"{plain(dtype)} {shape} with the strides {strides} on {x.device}"
             )
 
 
@@ -257,34 +252,60 @@ def check_free(
 
     operands: the operands of the rotation, with their names in messages.
     """
-    named = [("x", x), *([] if given is None else [("tensor_scale", given)]), *operands]
-    others = [(name, each.data_ptr(), span(each)) for name, each in named]
+    others = [("x", x), *([] if given is None else [("tensor_scale", given)]), *operands]
     for name, each in zip(NAMES, written, strict=False):
         check_writable(each)
-        begin, size = each.data_ptr(), span(each)
+        size = span(each)
         if name == "out.scales" and form.layout.in_columns and size:  # with what fills up the last column
             size = each.shape[-1] * each.stride(-1) * each.element_size()
-        for other, first, of_other in others:
-            if -size < begin - first < of_other:
-                raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
-        others.append((name, begin, size))
+        check_apart(each, name, others, size)
+        others.append((name, each))
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
+# The schema of all fields of `After` but the last, which has other names in stored programs.
+AFTER = (
+    "Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, Scalar scale, "
+    "str numerics, bool batch_invariant, str to, int group, str rule, str layout, bool round_first"
+)
 _OUT_AT = 15  # where codes and scales of out stand behind x
 # In compiled code too, results have the strides that those of x say.
 _EXACT_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
-format_of = functools.lru_cache(maxsize=256)(Format.choose)
+_NO_FORMAT = "", 0, "", ""
+_format_of = functools.lru_cache(maxsize=256)(Format.choose)
 
 
-def _arguments(*options: Any) -> tuple[RotateArguments, Format, bool, torch.Tensor | None]:
-    of: Any = *options[:6], False, *options[6:9]
-    return RotateArguments(*of), format_of(*options[9:13]), options[13], options[14]
+class After(NamedTuple):
+    """The operation on x: a rotation that is not transposed, and a quantizer if there is a format. tensor_scale: that
+    of the call, if the format needs one."""
+
+    of: RotateArguments
+    form: Format | None = None
+    round_first: bool = False
+    tensor_scale: torch.Tensor | None = None
+
+    def at(self) -> tuple[Any, ...]:
+        """The fields as arguments of operators."""
+        values, form = [*self.of], self.form  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
+        options = *values[:6], self.of.scale, self.of.numerics, self.of.batch_invariant
+        format_options = (form.name, form.group, form.rule, form.layout.value) if form else _NO_FORMAT
+        return *options, *format_options, self.round_first, self.tensor_scale
+
+    @classmethod
+    def taken(cls, *options: Any) -> After:
+        """The operation that the arguments of an operator mean."""
+        of: Any = *options[:6], False, *options[6:9]
+        form = None if options[9:13] == _NO_FORMAT else _format_of(*options[9:13])
+        return cls(RotateArguments(*of), form, *options[13:])
+
+    @property
+    def heads(self) -> int:
+        """How many have a scale of their own."""
+        return self.tensor_scale.numel() if self.form and self.form.by_head and self.tensor_scale is not None else 1
 
 
 def _new(x: torch.Tensor, *options: Any) -> Results:
-    of, form, round_first, given = _arguments(*options)
-    check_arguments(x, of, given)
+    of, form, round_first, given = _checked(x, options)
     codes, scales = make(x, of, form, round_first, given)
     return codes, no_scales(x) if form.group == TENSOR else scales
 
@@ -302,9 +323,16 @@ def check_arguments(x: torch.Tensor, of: RotateArguments, given: torch.Tensor | 
         raise TensorError(f"tensor_scale is on {given.device} but x on {x.device}; move one of them with .to")
 
 
-def _shapes(x: torch.Tensor, *options: Any) -> Results:
-    of, form, _, given = _arguments(*options)
+def _checked(x: torch.Tensor, options: tuple[Any, ...]) -> tuple[RotateArguments, Format, bool, torch.Tensor | None]:
+    """The operation that the arguments of an operator mean, field by field, after `check_arguments`."""
+    of, form, round_first, given = After.taken(*options)
     check_arguments(x, of, given)
+    assert form is not None
+    return of, form, round_first, given
+
+
+def _shapes(x: torch.Tensor, *options: Any) -> Results:
+    _, form, *_ = _checked(x, options)
     return empty_results(x, form)
 
 
@@ -318,8 +346,7 @@ def empty_results(x: torch.Tensor, form: Format) -> Results:
 
 
 def _into(x: torch.Tensor, *options: Any) -> None:
-    of, form, round_first, given = _arguments(*options[:_OUT_AT])
-    check_arguments(x, of, given)
+    of, form, round_first, given = _checked(x, options[:_OUT_AT])
     written = written_of(options[_OUT_AT:], form)
     check_outputs(written, outputs_of(x, form), x)
     check_free(written, x, given, form, of.tensors)
@@ -327,8 +354,7 @@ def _into(x: torch.Tensor, *options: Any) -> None:
 
 
 def _shapes_into(x: torch.Tensor, *options: Any) -> None:
-    of, form, _, given = _arguments(*options[:_OUT_AT])
-    check_arguments(x, of, given)
+    _, form, *_ = _checked(x, options[:_OUT_AT])
     check_outputs(written_of(options[_OUT_AT:], form), outputs_of(x, form), x)
 
 
@@ -346,9 +372,7 @@ def _without_derivative(operator: str) -> Any:
 NEW, INTO = (
     register(
         name,
-        "(Tensor x, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, "
-        "Scalar scale, str numerics, bool batch_invariant, str to, int group, str rule, str layout, bool round_first, "
-        f"Tensor? given{out}) -> {results}",
+        f"(Tensor x, {AFTER}, Tensor? given{out}) -> {results}",
         real,
         fake,
         _without_derivative(name),

@@ -19,9 +19,10 @@ from hadagen.runtime.checks import (
     check_dtype,
     check_is_flag,
     check_is_tensor,
-    how_to_join,
+    check_same_device,
     is_functional,
     kind_of,
+    plain,
 )
 from hadagen.truth import quantizer
 
@@ -105,12 +106,8 @@ class Quantized:
         for name, part in self._check_kinds():
             if part.is_meta and place.type != "meta":
                 raise TensorError(f"{name} has no values to move to {place}; load or compute them first")
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(place, non_blocking=bool(non_blocking), copy=bool(copy))
-
         leaves, context = _flatten(self)
-        found = [moved(each) for each in leaves]
+        found = [each.to(place, non_blocking=bool(non_blocking), copy=bool(copy)) for each in leaves]
         if all(new is old for new, old in zip(found, leaves, strict=True)):
             return self
         made = _unflatten(found, context)
@@ -220,12 +217,10 @@ def _check_format(form: Any) -> None:
 def _check_part(part: Any, name: str, form: Format, types: tuple[torch.dtype, ...], codes: torch.Tensor) -> None:
     check_is_tensor(part, name)
     if part.is_nested or part.layout is not torch.strided or part.dtype not in types:
-        wanted = " or ".join(str(each).removeprefix("torch.") for each in dict.fromkeys(types))
+        wanted = " or ".join(map(plain, dict.fromkeys(types)))
         raise TensorError(f"{name} is {kind_of(part)}; {form.name} has strided {wanted}")
     check_alike(codes, part, name)
-    if part.device != codes.device:
-        advice = how_to_join(part.device, codes.device, "move them with .to")
-        raise TensorError(f"{name} is on {part.device} but codes on {codes.device}; {advice}")
+    check_same_device(name, part.device, "codes", codes.device, "move them with .to")
 
 
 def _as_native(tensor: torch.Tensor, kind: str) -> torch.Tensor:
@@ -241,7 +236,7 @@ def _said(part: Any) -> str:
     if not isinstance(part, torch.Tensor) or is_lazy(part):
         return type(part).__name__
     shape = "?" if part.is_nested else ", ".join(map(str, part.shape))
-    return f"{str(part.dtype).removeprefix('torch.')}[{shape}] on {part.device}"
+    return f"{plain(part.dtype)}[{shape}] on {part.device}"
 
 
 # ---- as plain values, for pytrees and for storing --------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hadagen.errors import TensorError
 from hadagen.problem import operands
 from hadagen.problem.operands import ENTRY_BYTES
 from hadagen.problem.problem import MAX_ORDER, kernel_order
-from hadagen.runtime.checks import check_alike, check_call, how_to_join
+from hadagen.runtime.checks import check_alike, check_call, check_same_device, plain
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
 _PART = 16  # rows and columns of a part of a packed matrix
@@ -89,18 +89,17 @@ def check(x: torch.Tensor, of: RotateArguments) -> None:
             continue
         size = -(-of.n // 8)
         if signs.shape not in ((size,), (size + TRAILER,)) or signs.dtype != torch.uint8:
-            plain = str(signs.dtype).removeprefix("torch.")
             raise TensorError(
-                f"{name} is {plain} of the shape {tuple(signs.shape)}; it must be uint8 of ({size},), a bit each"
+                f"{name} is {plain(signs.dtype)} of the shape {tuple(signs.shape)}; it must be uint8 of ({size},), "
+                "a bit each"
             )
         _check_place(x, signs, f"the vector {name}")
 
 
 def _check_place(x: torch.Tensor, operand: torch.Tensor, name: str) -> None:
-    check_alike(x, operand, f"{name} of the rotation")
-    if operand.device != x.device:
-        advice = how_to_join(x.device, operand.device, "move the rotation with .to(x.device)")
-        raise TensorError(f"{name} of the rotation is on {operand.device} but x on {x.device}; {advice}")
+    name = f"{name} of the rotation"
+    check_alike(x, operand, name)
+    check_same_device(name, operand.device, "x", x.device, "move the rotation with .to(x.device)")
 
 
 def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ def rotated(x: torch.Tensor, of: RotateArguments, inplace: bool) -> torch.Tensor
     check_whole(of)
     if inplace:
         check_writable(x)
-        transform_operator.check_apart(x, "x", of.tensors)
+        calls.check_apart(x, "x", of.tensors)
     problem = rotation_problem(x, of)
     run = None if problem is None else _run(x, of, problem, inplace)
     if run is not None:
@@ -49,7 +49,7 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None
     check_whole(of)
     check_like(x, y)
     check_writable(y)
-    transform_operator.check_apart(y, "out", of.tensors)
+    calls.check_apart(y, "out", of.tensors)
     if x.data_ptr() == y.data_ptr() and x.stride() == y.stride():
         rotated(y, of, True)
     elif not y.is_contiguous() or transform_operator.may_overlap(x, y):
@@ -72,7 +72,7 @@ def _is_plain(of: RotateArguments) -> bool:
 def _run(x: torch.Tensor, of: RotateArguments, problem: Problem, inplace: bool) -> Run | None:
     """The run of a kernel that does all of a rotation for tensors like x; None if there is no kernel, or it does not
     take x as it lies."""
-    if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+    if not calls.is_ready(x):
         return None
     what = number_of(of, x.shape[-1]), of.transposed, of.numerics, of.batch_invariant
     run = calls.known(x, what, inplace)

@@ -14,10 +14,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.problem.matrices import find_matrix, find_orders
-from hadagen.problem.problem import Numerics, Transform
+from hadagen.problem.problem import Transform
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
-from hadagen.runtime.calls import ALIGNMENT, Range, again, has_only_memory, is_plain, number_of
+from hadagen.runtime.calls import (
+    ALIGNMENT,
+    Range,
+    again,
+    check_apart,
+    dispatch_modes,
+    has_only_memory,
+    in_functorch,
+    is_dynamo_compiling,
+    is_plain,
+    number_of,
+)
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
@@ -25,9 +36,11 @@ from hadagen.runtime.checks import (
     check_is_flag,
     check_is_tensor,
     check_like,
+    check_same_device,
     check_tensor,
-    how_to_join,
+    has_values,
     kind_of,
+    plain,
     stands_for_a_tensor,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -68,19 +81,12 @@ from hadagen.runtime.rotate_arguments import (
 )
 from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.sealed_module import SealedModule, Watched
-from hadagen.runtime.transform_operator import check_apart
 
-_GIVEN = "given"
+_GIVEN, _MOVE = "given", "move one of them with .to"
 # The largest block with the regular matrix, whose diagonal is stored.
 _MAX_REGULAR = 1 << 26
 # The sealed buffers, and what they hold: the arguments of the same names.
 _MATRICES, _SIGNS, _AFTER = "packed_matrices", "packed_signs", "packed_signs_after"
-_NUMERICS = tuple(member.value for member in Numerics)
-
-# Needed in every call, so that they are looked up only once.
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-_in_functorch: Any = torch._C._are_functorch_transforms_active
 
 
 class Rotation(SealedModule):
@@ -240,10 +246,9 @@ class Rotation(SealedModule):
         except RuntimeError as error:
             if isinstance(error, HadagenError):
                 raise
-            plain = str(dtype).removeprefix("torch.")
             raise UsageError(
-                f"the matrix of n = {self.n} has {self.n}² numbers of {plain}, for which {self._device} has no memory "
-                f"({shortened(str(error))}); rotate rows instead"
+                f"the matrix of n = {self.n} has {self.n}² numbers of {plain(dtype)}, for which {self._device} has no "
+                f"memory ({shortened(str(error))}); rotate rows instead"
             ) from None
 
     def fold_into(
@@ -275,9 +280,7 @@ class Rotation(SealedModule):
             return self(weight)  # type: ignore[no-any-return]
         if bias is not None:
             self._check_part(bias, "bias")
-            if bias.device != weight.device:
-                advice = how_to_join(bias.device, weight.device, "move one of them with .to")
-                raise TensorError(f"bias is on {bias.device} but weight on {weight.device}; {advice}")
+            check_same_device("bias", bias.device, "weight", weight.device, _MOVE)
             if not bias.dim() or bias.shape[-1] != self.n:
                 raise TensorError(f"bias has the shape {tuple(bias.shape)}; its last dimension must be {self.n}")
         folded = self(weight.mT).mT.contiguous()
@@ -297,13 +300,10 @@ class Rotation(SealedModule):
                 f"n / world = {self.n} / {world} is no multiple of block = {self.block}, so a rank lacks elements that "
                 f"it needs; make the rotation with a block that divides {self.n} / {world}"
             )
-        signs: dict[str, Any] = {"signs": self.signs, "signs_after": self.signs_after}
         if self.name == _GIVEN:
             self._known(_MATRICES)
-            part = Rotation(mine, self._given, block=self.block, **signs)
-        else:
-            part = Rotation(mine, self.name, k=self.k, block=self.block, **signs)
-        return part.to(self._device)
+        matrix, signs = self._given or self.name, {"signs": self.signs, "signs_after": self.signs_after}
+        return Rotation(mine, matrix, k=self.k, block=self.block, **signs).to(self._device)
 
     # ---- storing -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
@@ -316,8 +316,7 @@ class Rotation(SealedModule):
         if self.name == _GIVEN:
             self._known(_MATRICES)
             factors: list[dict[str, Any]] = [
-                {"order": len(each), "dtype": str(each.dtype).removeprefix("torch."), "entries": each.tolist()}
-                for each in self._given
+                {"order": len(each), "dtype": plain(each.dtype), "entries": each.tolist()} for each in self._given
             ]
         else:
             factors = [{"order": order, "sha256": find_matrix(self.name, order).digest} for order in self.k]
@@ -352,8 +351,9 @@ class Rotation(SealedModule):
         except (TypeError, ValueError, OverflowError, RuntimeError, IndexError, AttributeError) as error:
             raise UsageError(f"data is no rotation ({shortened(str(error))}); pass what to_dict returned") from None
         if made.k != orders:
-            said = f"data has factors of the orders {shown(orders)}, not {made.k}"
-            raise UsageError(f"{said}; pass what to_dict returned")
+            raise UsageError(
+                f"data has factors of the orders {shown(orders)}, not {made.k}; pass what to_dict returned"
+            )
         for order, digest in zip(made.k, stored, strict=True):
             known = find_matrix(name, order).digest
             if digest != known:
@@ -414,16 +414,17 @@ class Rotation(SealedModule):
             if y is not None:
                 return cast(torch.Tensor, y)
         check_is_flag(batch_invariant, "batch_invariant")
-        if not stands_for_a_tensor(x):
+        is_tensor = not stands_for_a_tensor(x)
+        checks = is_tensor and not is_dynamo_compiling()  # where the operator's own checks do more for the message
+        if is_tensor:
             check_is_tensor(x, "x")
             check_destination(x, inplace, out)
-        compiling = _is_dynamo_compiling()  # where the operator's own checks do more for the message
-        if not stands_for_a_tensor(x) and not compiling:
-            check_tensor(x)
-        if not stands_for_a_tensor(x) and x.dim() and x.shape[-1] != self.n:
-            raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
+            if checks:
+                check_tensor(x)
+            if x.dim() and x.shape[-1] != self.n:
+                raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
         options = self._options(x, transposed, 1.0, numerics, bool(batch_invariant))
-        if not stands_for_a_tensor(x) and not compiling:
+        if checks:
             check(x, options)
             if out is not None:
                 check_like(x, out)
@@ -442,7 +443,7 @@ class Rotation(SealedModule):
         self, x: torch.Tensor, transposed: bool, scale: float, numerics: str, batch_invariant: bool
     ) -> RotateArguments:
         """The arguments of operators. Raises `TensorError` if the buffers do not hold the values of such a rotation."""
-        if _is_dynamo_compiling() or not self._may_look(x):
+        if is_dynamo_compiling() or not self._may_look(x):
             tensors = self._unchecked(x)
         else:
             device = self._device if stands_for_a_tensor(x) else x.device
@@ -463,10 +464,9 @@ class Rotation(SealedModule):
         """Whether buffers can be read and operands made: not in traces, for fake tensors, or while a graph is
         captured."""
         if stands_for_a_tensor(x):  # whose trace sees what is done with x alone
-            return not _dispatch_modes() and self._device.type != "meta"
-        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor) or x.is_meta:
-            return False
-        if _dispatch_modes() or _in_functorch() or torch._C._is_tracing():
+            return not dispatch_modes() and self._device.type != "meta"
+        is_real = isinstance(x, torch.Tensor) and has_values(x)
+        if not is_real or dispatch_modes() or in_functorch() or torch._C._is_tracing():
             return False
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             made = self._made
@@ -503,7 +503,7 @@ class Rotation(SealedModule):
         if (
             held is not None
             and held.device == x.device
-            and (_is_dynamo_compiling() or not isinstance(x, FakeTensor) or x.fake_mode.allow_non_fake_inputs)
+            and (is_dynamo_compiling() or not isinstance(x, FakeTensor) or x.fake_mode.allow_non_fake_inputs)
         ):
             return held
         return named_matrix(self.name, list(self.k) or [1], self.block, str(x.device))  # type: ignore[no-any-return]
@@ -514,8 +514,7 @@ class Rotation(SealedModule):
         Raises `TensorError` for other buffers, and where values are not known.
         """
         read = self._checked(_MATRICES, device), self._checked(_SIGNS, device), self._checked(_AFTER, device)
-        buffers = [(name, self._buffers[name]) for name in self._BUFFERS]
-        watched = [(name, each, sealed.version_of(each), each.data_ptr()) for name, each in buffers if each is not None]
+        watched = [(name, each, sealed.version_of(each), each.data_ptr()) for name, each in self._present]
         named = functools.partial(named_on, self.name, self.k or (1,), self.block, str(device))
         matrices, before, after = self._joined(read, stored_on, named)
         if device.type == "cuda":  # kernels need it
@@ -537,7 +536,7 @@ class Rotation(SealedModule):
     def _fill(self) -> None:
         """Make operands for the module's device, so that the next call, captured or compiled, has them."""
         self._made = self._held = None
-        if _is_dynamo_compiling() or _dispatch_modes() or self._device.type == "meta":
+        if is_dynamo_compiling() or dispatch_modes() or self._device.type == "meta":
             return
         named = self.k if self.name != _GIVEN else ()
         if named or self._swapped:
@@ -548,10 +547,7 @@ class Rotation(SealedModule):
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The buffers that can be read, with their names in messages."""
-        buffers = [(name, self._buffers[name]) for name in self._BUFFERS]
-        return [
-            (f"{name} of the rotation", each) for name, each in buffers if each is not None and sealed.is_readable(each)
-        ]
+        return [(f"{name} of the rotation", each) for name, each in self._present if sealed.is_readable(each)]
 
     def number_for(self, x: torch.Tensor) -> int | None:
         """The number that stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x
@@ -573,7 +569,7 @@ class Rotation(SealedModule):
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
         options = self._options(x, False, scale, numerics, batch_invariant)
-        if not _is_dynamo_compiling():  # where the operator's own checks do more for the message
+        if not is_dynamo_compiling():  # where the operator's own checks do more for the message
             check(x, options)
         return options
 
@@ -584,13 +580,11 @@ class Rotation(SealedModule):
             raise TensorError(
                 f"{name} is a {kind_of(part)} tensor; pass a dense tensor of {', '.join(map(str, DTYPES))}"
             )
-        needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, self._BUFFERS))
-        if needed and part.device != self._device:
-            advice = how_to_join(part.device, self._device, "move one of them with .to")
-            raise TensorError(f"{name} is on {part.device} but the rotation on {self._device}; {advice}")
+        if any(not each.is_meta for _, each in self._present):
+            check_same_device(name, part.device, "the rotation", self._device, _MOVE)
 
     def _check_inverse(self) -> None:
-        if self.name == _GIVEN and not _is_dynamo_compiling():
+        if self.name == _GIVEN and not is_dynamo_compiling():
             self._refresh(_MATRICES)
         if self._no_inverse is not None:
             raise UsageError(self._no_inverse)
@@ -639,4 +633,4 @@ class _Made(Watched):
         return index == self.index and self.is_whole(buffers)
 
 
-_STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
+_STORED = {plain(dtype): dtype for dtype in (torch.int8, *DTYPES)}

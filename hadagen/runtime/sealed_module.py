@@ -72,9 +72,14 @@ class SealedModule(torch.nn.Module):
 
     # ---- reading -----------------------------------------------------------------------------------------------------
     @property
+    def _present(self) -> list[tuple[str, torch.Tensor]]:
+        """The sealed buffers that are there, with their names."""
+        buffers = [(name, self._buffers[name]) for name in self._BUFFERS]
+        return [(name, each) for name, each in buffers if each is not None]
+
+    @property
     def _device(self) -> torch.device:
-        buffers = (self._buffers[name] for name in self._BUFFERS)
-        return next((each.device for each in buffers if each is not None), self._place.device)
+        return self._present[0][1].device if self._present else self._place.device
 
     def _read(self, name: str, tensor: torch.Tensor) -> tuple[sealed.State, torch.Tensor]:
         """Return the state and the bytes of a tensor. If it is whole, the module takes its values."""

@@ -76,7 +76,7 @@ def hadamard_transform(
 
 
 def _dispatched(
-    x: Any, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str, batch_invariant: bool
+    x: Any, scale: Any, inplace: bool, out: torch.Tensor | None, numerics: str, batch_invariant: bool
 ) -> torch.Tensor:
     if stands_for_a_tensor(x):
         named: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
@@ -87,7 +87,8 @@ def _dispatched(
     if torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
         check_is_number(scale)
     else:
-        scale = _number(scale)
+        # Computed from a shape that was traced, it is a tensor.
+        scale = float(scale) if isinstance(scale, torch.Tensor) and torch._C._is_tracing() else scale
         check_call(x, scale, numerics)
         if out is not None:
             check_like(x, out)
@@ -111,8 +112,3 @@ def _warn_of_padding(columns: Any, scale: Any) -> None:
             UserWarning,
             stacklevel=4,  # the caller of hadamard_transform
         )
-
-
-def _number(scale: Any) -> Any:
-    """The scale. It is a tensor if it was computed from a shape that was traced."""
-    return float(scale) if isinstance(scale, torch.Tensor) and torch._C._is_tracing() else scale

@@ -7,7 +7,6 @@ distance from each other. Only tensors with yet another order of elements are co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -37,12 +36,10 @@ def compute(x: torch.Tensor, options: Options, inplace: bool) -> torch.Tensor:
         check_call(x, options.scale, options.numerics)
         if inplace:
             check_writable(x)
-        pitch = row_pitch(x) if calls.takes_kernels(x) else None
-        if pitch is not None:
-            aligned = x.data_ptr() % ALIGNMENT == 0
-            run = _remembered(
-                x, _launch(x, pitch, pitch if inplace else x.shape[-1], aligned, inplace, options), options, inplace
-            )
+        if calls.takes_kernels(x):
+            pitch, aligned = row_pitch(x), x.data_ptr() % ALIGNMENT == 0
+            launch = _launch(x, pitch, pitch if inplace else x.shape[-1], aligned, inplace, options)
+            run = _remembered(x, launch, options, inplace)
     if run is not None:
         return run.over(x, x.data_ptr()) if inplace else run.new(x.data_ptr())
     result = _transformed_copy(x, options)
@@ -79,9 +76,10 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
     if may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
         x = x.clone(memory_format=torch.contiguous_format)
     if has_kernels:
-        found = _launch_between(x, y, options)
+        aligned = (x.data_ptr() | y.data_ptr()) % ALIGNMENT == 0
+        found = _launch(x, row_pitch(x), row_pitch(y), aligned, False, options)
         if found is not None:
-            if y.is_contiguous() and y.data_ptr() % ALIGNMENT == 0:
+            if calls.is_ready(y):
                 _remembered(x, found, options, False)
             return streams.queue(found, x.get_device(), x.data_ptr(), y.data_ptr())
     if y.is_contiguous() and not has_kernels:
@@ -116,9 +114,12 @@ def _remembered(x: torch.Tensor, launch: Launch | None, options: Options, inplac
 
 
 def _launch(
-    x: torch.Tensor, x_pitch: int, y_pitch: int, aligned: bool, in_place: bool, options: Options
+    x: torch.Tensor, x_pitch: int | None, y_pitch: int | None, aligned: bool, in_place: bool, options: Options
 ) -> Launch | None:
-    """The launch of a kernel for x and a target with these pitches, in elements; None if there is no such kernel."""
+    """The launch of a kernel that takes x and a target as they are, with these `row_pitch`es; None if there is none. In
+    place or without a shared element."""
+    if x_pitch is None or y_pitch is None:
+        return None
     columns = x.shape[-1]
     rows, n = x.numel() // columns, padded_length(columns)
     dense = aligned and x_pitch == y_pitch == columns == n
@@ -137,15 +138,6 @@ def _launch_of(
         return None
     kind = kernels.Kind(x.get_device(), problem, in_place, options.batch_invariant)
     return kernels.prepared(kind, elements, options.scale, shape)
-
-
-def _launch_between(x: torch.Tensor, y: torch.Tensor, options: Options) -> Launch | None:
-    """The launch of a kernel that takes x and y as they are; None if there is none. x and y share no element."""
-    x_pitch, y_pitch = row_pitch(x), row_pitch(y)
-    if x_pitch is None or y_pitch is None:
-        return None
-    aligned = (x.data_ptr() | y.data_ptr()) % ALIGNMENT == 0
-    return _launch(x, x_pitch, y_pitch, aligned, False, options)
 
 
 def _transformed_copy(x: torch.Tensor, options: Options) -> torch.Tensor | None:
@@ -178,14 +170,6 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
         return True
     offset, rest = divmod(apart, x.element_size())
     return rest != 0 or not columns <= offset % pitch <= pitch - columns
-
-
-def check_apart(y: torch.Tensor, name: str, others: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises `TensorError` if y, which is written, shares memory with one of the others, which all have names."""
-    size = span(y)
-    for other, tensor in others:
-        if -size < y.data_ptr() - tensor.data_ptr() < span(tensor):
-            raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
 
 
 # The matrix is symmetric. If rows are padded and the result is cut, its first rows and columns are left, which are

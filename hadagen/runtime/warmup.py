@@ -14,7 +14,7 @@ from hadagen.problem.formats import Format
 from hadagen.problem.operands import check_prologue
 from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
 from hadagen.runtime import kernels
-from hadagen.runtime.arguments import as_int, explained, is_count, is_flag
+from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.device import cuda_device, cuda_index
 from hadagen.runtime.kernels import Kind, problem_of
@@ -70,10 +70,7 @@ def warmup(
         raise UsageError(f"inplace = {shown(inplace)} is not supported; give True, False, or nothing for both")
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    elif not is_flag(batch_invariant):
-        raise UsageError(f"batch_invariant = {shown(batch_invariant)} is not supported; give True or False")
-    if not is_flag(round_first):
-        raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
+    check_flags(batch_invariant=batch_invariant, round_first=round_first)
     if to is None:
         check_no_format(columns, group, rule, layout, bool(round_first))
     check_prologue(before)
@@ -162,10 +159,7 @@ def _several(values: Any) -> list[Any]:
 
 
 def _whole(value: Any, name: str) -> int:
-    number: int = as_int(value)
-    if not is_count(number):
-        raise UsageError(f"{name} = {shown(value)} is not supported; give whole numbers, at least 1")
-    return number
+    return as_whole(value, name, "whole numbers, at least 1")
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -30,9 +30,7 @@ def scales_in_rows(problem: Problem, scales: torch.Tensor, units: int) -> torch.
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """‖found − exact‖ / ‖exact‖, with exact in float64; infinity if a value is not finite."""
-    norm = torch.linalg.vector_norm
-    error: torch.Tensor = norm(found.double() - exact) / norm(exact)
-    return error.nan_to_num(nan=math.inf, posinf=math.inf)
+    return quantizer.distance(found, exact).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def error_of(

@@ -137,18 +137,20 @@ def excess_error(
     values = exact.float()
     best = quantize(values.to(dtype).float() if to.rounded else values, to, dtype, given)
     if to.element is Element.NONE:
-        wanted = best[1].double()  # float64, so that squares are finite
-        apart: torch.Tensor = torch.linalg.vector_norm(scales.double() - wanted) / torch.linalg.vector_norm(wanted)
-        return apart
-    norm = torch.linalg.vector_norm(exact)
+        return distance(scales, best[1])
 
     def error(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         scales = given if to.group == TENSOR and given is not None else scales
-        relative: torch.Tensor = torch.linalg.vector_norm(dequantize(codes, scales, to, given).double() - exact) / norm
-        return relative
+        return distance(dequantize(codes, scales, to, given), exact)
 
-    excess: torch.Tensor = error(codes, scales) - 1.005 * error(*best)
-    return excess.clamp(min=0.0)
+    return (error(codes, scales) - 1.005 * error(*best)).clamp(min=0.0)
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """‖found − exact‖ / ‖exact‖, in float64."""
+    norm, exact = torch.linalg.vector_norm, exact.double()
+    relative: torch.Tensor = norm(found.double() - exact) / norm(exact)
+    return relative
 
 
 def _in_groups(x: torch.Tensor, to: Format) -> torch.Tensor:
@@ -240,11 +242,6 @@ def _over_given(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return torch.where((given == 0) & (x == 0), x, x / (given + 0.0))  # a sum with 0.0 is no negative zero
 
 
-def _fp8_tensor(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
-    assert given is not None
-    return given, _over_given(x, given)
-
-
 def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
     """[rows, 1]: the number of each head, repeated for its rows."""
     of_heads = given.reshape(-1, 1)
@@ -253,14 +250,12 @@ def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
     return of_heads.expand(-1, rows // max(len(of_heads), 1)).reshape(rows, 1)
 
 
-def _fp8_head(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
-    assert given is not None
+def _fp8_given(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     return given, _over_given(x, _of_rows(given, len(x))[..., None])
 
 
-def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
+def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     """given: the largest magnitude of each head. If it is 1e-12 or less, the scale of the head is 1."""
-    assert given is not None
     factors = torch.where(given > 1e-12, _tensor(448, x) / given, 1.0)
     return given, x * _of_rows(factors, len(x))[..., None]
 
@@ -351,17 +346,15 @@ def _power(exponents: torch.Tensor) -> torch.Tensor:
     return torch.where(exponents > 0, exponents << 23, 1 << 22).view(torch.float32)
 
 
-def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
-    assert given is not None
+def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     scales = encode_e4m3(_over_given(_over(largest, 6), given).clamp(2.0**-6, 448.0))
     return scales, x * ((1 / given) / scales.float())
 
 
 def _nvfp4_transformer_engine(
-    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor
 ) -> Scaled:
     """given: the largest magnitude of all values."""
-    assert given is not None
     encoding = _encoding(given)
     scales = encode_e4m3(largest * (encoding * _tensor(1 / 6, x)))
     return scales, x * (1 / (scales.float() * (1 / encoding))).clamp(max=_FLOAT_MAX)
@@ -381,8 +374,8 @@ _RULES: dict[tuple[str, str], Any] = {
     ("fp8-group", "exact"): _fp8_group,
     ("fp8-group", "power_of_two"): _fp8_power_of_two,
     ("fp8-row", "exact"): _fp8_row,
-    ("fp8-tensor", "exact"): _fp8_tensor,
-    ("fp8-head", "exact"): _fp8_head,
+    ("fp8-tensor", "exact"): _fp8_given,
+    ("fp8-head", "exact"): _fp8_given,
     ("fp8-head", "fa3"): _fp8_head_fa3,
     ("int8-row", "exact"): _int8,
     ("int8-row", "convrot"): _int8_convrot,
@@ -402,8 +395,7 @@ _RULES: dict[tuple[str, str], Any] = {
 def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
     if scales.dtype != torch.uint8:
         return scales.float()
-    bits = torch.where(scales > 0, scales.int() << 23, 1 << 22)
-    return torch.where(scales == _E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
+    return torch.where(scales == _E8M0_NAN, 0x7FC00000, _power(scales.int()).view(torch.int32)).view(torch.float32)
 
 
 def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = ()) -> torch.Tensor:
@@ -420,8 +412,8 @@ def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = (
         return arranged(memory, rows, groups, layout)
     count = prod(matrices)
     rows = rows // max(count, 1)
-    memory = _bytes(scales).new_zeros((*matrices, room(rows, groups, layout, 1)))
-    memory.view(-1)[_swizzled(rows, groups, count, scales.device).flatten()] = _bytes(scales).flatten()
+    memory = scales.new_zeros((*matrices, room(rows, groups, layout, 1)), dtype=torch.uint8)
+    memory.view(-1)[_swizzled(rows, groups, count, scales.device).flatten()] = scales.view(torch.uint8).flatten()
     return memory.view(scales.dtype)
 
 
@@ -468,7 +460,7 @@ def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int)
         return scales.reshape(rows, groups)
     count = prod(scales.shape[:-1])
     places = _swizzled(rows // max(count, 1), groups, count, scales.device)
-    return _bytes(scales).flatten()[places].view(scales.dtype)
+    return scales.view(torch.uint8).flatten()[places].view(scales.dtype)
 
 
 def _swizzled(rows: int, groups: int, matrices: int, device: torch.device) -> torch.Tensor:
@@ -496,7 +488,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes that a tensor lies in, gaps and all."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _bytes(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(torch.uint8)

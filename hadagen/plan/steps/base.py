@@ -155,8 +155,10 @@ class Step:
         """Reasons why it cannot sum over blocks as step `at` of the plan."""
         if not plan.cta_bits:
             yield "there is one block, and no other to sum over"
-        if not all(step.loads for step in plan.steps[:at]) or (plan.load.staged and not plan.load.multicast):
-            yield "only what each block has loaded, straight to registers or by multicast, is summed over blocks"
+        if not all(step.loads for step in plan.steps[:at]):
+            yield "only what each block has loaded is summed over blocks"
+        if plan.load.staged and not plan.load.multicast:
+            yield "whole rows take another way (load must be plain or multicast)"
         if plan.crosses_blocks:
             yield "bits that are summed over blocks are not exchanged between them"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hadagen.plan.layout import VECTOR_BYTES
 from hadagen.plan.steps.base import AS_LOADED, BARRIERS, FP32, PACKED, WARP_VECTOR_BYTES, Cost, Draft, Region, Step
 from hadagen.problem.problem import DType, Rows
 
@@ -62,9 +63,11 @@ class Load(Step):
         if self.carrier != (FP32 if plan.problem.io.input is DType.FLOAT32 else PACKED):
             yield f"values of this type are not loaded as {self.carrier}"
         if self.multicast and plan.shares_loaded == 1:
-            yield "no step needs the shares of other blocks that a multicast brings"
-        if plan.problem.io.rows is Rows.PITCHED and self.staged:
-            yield "pitched rows are not copied to shared memory as they lie"
+            yield "no block needs the shares of others (load must not be multicast)"
+        if self.staged and plan.problem.n * plan.problem.io.input.bytes < VECTOR_BYTES:
+            yield "rows shorter than 16 bytes cannot be copied asynchronously (load must be another)"
+        if self.staged and plan.problem.io.rows is Rows.PITCHED:
+            yield "pitched rows cannot be copied as they lie (load must be another)"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         vectors = plan.vectors * plan.shares_loaded

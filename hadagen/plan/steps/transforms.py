@@ -65,9 +65,9 @@ class Gather(Step):
     multiplies = "scale"
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        yield from self.faults_over_blocks(plan, at)
         if not plan.load.multicast:
-            yield "it finds what a multicast has brought"
+            yield "fp32 is summed over blocks from shared memory (load must be multicast)"
+        yield from self.faults_over_blocks(plan, at)
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         shares = plan.shares_loaded
@@ -99,7 +99,7 @@ class Mma(Step):
     factor: int = 0
     # The operand is transposed first, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
     turned: bool = False
-    # Also sums over the blocks of a cluster, each of which has loaded the whole row: transforms the bits at cta too.
+    # Also sums over the blocks of a cluster, which have all loaded the whole row: transforms the bits at cta too.
     over_blocks: bool = False
     idle: int = 0  # how many of the first `operand_places` keep their bits as they are
 
