@@ -6,7 +6,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.device import how_to_tune
-from hadagen.cli.output import fraction_text, print_json, say, short_knobs
+from hadagen.cli.output import fraction_text, print_fields, print_json, say, short_knobs
 from hadagen.errors import UsageError, shown
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import timed_rows
@@ -22,6 +22,7 @@ from hadagen.runtime.choose import Match
 @options.inplace
 @click.option("--batch-invariant", is_flag=True, help="As in the call: the same bits among any number of rows.")
 @click.option("--device", metavar="NAME", help="GPU to choose for, such as 'NVIDIA H100 80GB HBM3'.")
+@click.option("--knobs", "with_knobs", is_flag=True, help="Print the knobs of the kernel too.")
 @options.as_json
 def best(
     arch: str | None,
@@ -30,11 +31,12 @@ def best(
     inplace: bool,
     batch_invariant: bool,
     device: str | None,
+    with_knobs: bool,
     as_json: bool,
 ) -> None:
     """Name the kernel that a call runs, and how well that is known.
 
-    If the kernel was not measured on this GPU near this size, the first line
+    If the kernel was not measured on this GPU near this size, the second line
     says so. With --arch, no GPU is needed. A call on a GPU on which the kernel
     does not fit runs the next nearest kernel.
     """
@@ -57,26 +59,27 @@ def best(
         say(f"no kernel, PyTorch computes it; {_why_none(config)}")
         return
     if config.us is None:
-        say(f"estimated: {_why_not_measured(config)}")
+        say(_why_not_measured(config))
     launch, source = config.launch, config.provenance
     unknown = config.relative_error is None
     driver = source["driver"] and f"driver {source['driver']}"
     compiler = f"compiler {source['nvcc']}" if source["nvcc"] else "compiled where it is called"
-    lines = {
-        "match": config.match.value,
-        "kernel": config.kernel,
-        "knobs": short_knobs(config.knobs),
-        "launch": f"{launch.threads} threads, {launch.shared_bytes} bytes of shared memory, "
-        f"{launch.tile_elements} elements a tile"
-        + (f", clusters of {launch.cluster}" if launch.cluster > 1 else "")
-        + (", persistent" if launch.persistent else "")
-        + (", starts early" if launch.starts_early else ""),
-        "time": _time(config),
-        "error": "not measured" if unknown else f"{config.relative_error:.2g}, against float64",
-        source["kind"]: ", ".join(filter(None, (source["gpu"], driver, compiler, source["date"]))),
-    }
-    for name, text in lines.items():
-        say(f"{name:<9} {text}")
+    fields = [
+        ("kernel", config.kernel),
+        ("time", _time(config)),
+        ("error", "not measured" if unknown else f"{config.relative_error:.2g}, against float64"),
+        ("match", config.match.value),
+        (
+            "launch",
+            f"{launch.threads} threads, {launch.shared_bytes} bytes of shared memory, "
+            f"{launch.tile_elements} elements a tile"
+            + (f", clusters of {launch.cluster}" if launch.cluster > 1 else "")
+            + (", persistent" if launch.persistent else "")
+            + (", starts early" if launch.starts_early else ""),
+        ),
+        (source["kind"], ", ".join(filter(None, (source["gpu"], driver, compiler, source["date"])))),
+    ]
+    print_fields(fields + [("knobs", short_knobs(config.knobs))] * with_knobs)
 
 
 def _why_none(config: BestConfig) -> str:
@@ -95,18 +98,23 @@ def _why_none(config: BestConfig) -> str:
 
 
 def _why_not_measured(config: BestConfig) -> str:
-    """The GPUs and sizes at which the kernel was measured, if any, and where it was not measured."""
-    source, device, elements = config.provenance or {}, config.device, config.rows * config.problem.n
+    """A sentence on a kernel that was not measured for this call: where it was measured, if anywhere."""
+    source, elements = config.provenance or {}, config.rows * config.problem.n
     if source["us"] is None:
-        return "no GPU has timed it"
-    was, was_not = [], []
-    if config.match is not Match.SAME_GPU:
-        was.append(f"on {source['gpu']}")
-        was_not.append(f"on {device.gpu or f'every GPU of {device.arch}'}")
-    if not is_near(source["elements"], elements):
-        was.append(f"at {source['elements']} elements")
-        was_not.append(f"at {elements}")
-    return f"measured {' '.join(was)}, not {' '.join(was_not)}"
+        return "not measured on any GPU: estimated by a cost model"
+    gpu, near = _with_article(source["gpu"].removeprefix("NVIDIA ")), is_near(source["elements"], elements)
+    if near:
+        return f"not measured on this GPU: estimated from {gpu}"
+    if config.match is Match.SAME_GPU:
+        return f"not measured at {elements} elements: estimated from {source['elements']} elements"
+    return f"not measured on this GPU at {elements} elements: estimated from {gpu} at {source['elements']}"
+
+
+def _with_article(name: str) -> str:
+    """Such as "an H100 80GB HBM3", "a B200" and "a GeForce GT 1030": a short name is spelled letter by letter."""
+    word = name.partition(" ")[0]
+    vowels = "AEFHILMNORSX" if word.isupper() else "AEIOU"
+    return f"an {name}" if word[:1] in tuple(vowels) else f"a {name}"
 
 
 def _time(config: BestConfig) -> str:

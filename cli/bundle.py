@@ -8,31 +8,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
+from typing import Any
 
 import click
 
 from hadagen.cli import options
 from hadagen.cli.groups import Group
-from hadagen.cli.listing import bundle_summary, gpu_names, list_, signers, signers_text, winner_values
-from hadagen.cli.output import (
-    PROBLEM_HEADERS,
-    Item,
-    print_json,
-    print_table,
-    problem_cells,
-    range_text,
-    report_failures,
-    say,
-    short_knobs,
+from hadagen.cli.listing import (
+    bundle_summary,
+    counted_bundles,
+    list_,
+    print_bundles,
+    print_summary,
+    print_winners,
+    signers,
+    winner_values,
 )
+from hadagen.cli.output import Item, print_json, report_failures, say
 from hadagen.compiler.compilers import Ptxas
 from hadagen.compiler.recipes import is_recipe_of
 from hadagen.errors import StorageError, UsageError, shortened
 from hadagen.problem.regimes import LOSS
 from hadagen.runtime import bundles
 from hadagen.runtime.bundles import why_unused
-from hadagen.tuning_db.bundle import Bundle, BundleEntry
+from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import check_bundle_place, sign_bundle
 from hadagen.tuning_db.merge import (
     Selection,
@@ -79,7 +78,7 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
 
 @bundle.command()
 @options.arch
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=options.BundlePath())
 @click.argument("out", type=click.Path(path_type=Path))
 def estimate(arch: str, source: Path, out: Path) -> None:
     """Write winners for an arch without a measured GPU.
@@ -95,20 +94,21 @@ def estimate(arch: str, source: Path, out: Path) -> None:
 
 
 @bundle.command()
-@click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
+@click.argument("paths", type=options.BundlePath(), nargs=-1)
 @click.option(
     "--key", metavar="PUBLIC", help="The public key that must have signed the bundles: a PEM file, or its line."
 )
+@click.option("--all", "every", is_flag=True, help="Print the digest of every bundle too.")
 @options.as_json
-def verify(paths: tuple[Path, ...], key: str | None, as_json: bool) -> None:
+def verify(paths: tuple[Path, ...], key: str | None, every: bool, as_json: bool) -> None:
     """Check the contents of bundles.
 
-    Checks the bundles at PATHS, or all bundles that hadagen finds. The output says who signed each bundle. With --key,
-    a bundle that this key did not sign is a failure. If the file has several keys, any one of these keys suffices.
+    Checks the bundles at PATHS, or all bundles that hadagen finds; an arch such as sm90 names the bundle that hadagen
+    ships for it. The output says who signed each bundle, and the digests of bundles that are named. With --key, a
+    bundle that this key did not sign is a failure. If the file has several keys, any one of these keys suffices.
     """
     wanted = {each.fingerprint for each in public_keys(key)} if key else set()
-    sound: dict[str, str] = {}
-    signed: dict[str, list[str]] = {}
+    sound: list[dict[str, Any]] = []
     damaged: list[str] = []
     for path in _some(paths or bundles.files()):
         try:
@@ -123,16 +123,20 @@ def verify(paths: tuple[Path, ...], key: str | None, as_json: bool) -> None:
         elif wanted and not wanted & by.keys():
             damaged.append(f"{path} is not signed by {' or '.join(sorted(wanted))}; get one that is")
         else:
-            sound[str(path)], signed[str(path)] = each.digest, list(by)
-            if not as_json:
-                say(f"{path}: sound, {each.digest}, {signers_text(by)}")
+            sound.append(bundle_summary(each) | {"path": str(path), "signed": by})
     if as_json:
-        print_json({"sound": sound, "signed": signed, "damaged": damaged})
+        digests, signed = ({b["path"]: b[name] for b in sound} for name in ("digest", "signed"))
+        by_path = {path: list(fingerprints) for path, fingerprints in signed.items()}
+        print_json({"sound": digests, "signed": by_path, "damaged": damaged})
+    elif sound:
+        of = f"{len(sound)} of {len(sound) + len(damaged)} bundles" if damaged else counted_bundles(len(sound))
+        say(f"{of} {'is' if len(sound) == 1 else 'are'} sound")
+        print_bundles(sound, every or bool(paths))
     report_failures(damaged, StorageError)
 
 
 @bundle.command()
-@click.argument("paths", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.argument("paths", type=options.BundlePath(), nargs=-1, required=True)
 @click.option("--key", metavar="FILE", required=True, type=click.Path(path_type=Path), help="The private key, in PEM.")
 def sign(paths: tuple[Path, ...], key: Path) -> None:
     """Sign the bundles at PATHS with an Ed25519 key.
@@ -159,70 +163,28 @@ def _passphrase(key: Path) -> str:
 
 
 @bundle.command()
-@click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
-@click.option("--all", "every", is_flag=True, help="A line for every winner.")
+@click.argument("paths", type=options.BundlePath(), nargs=-1)
+@click.option("--all", "every", is_flag=True, help="Show every winner too.")
 @options.as_json
 def show(paths: tuple[Path, ...], every: bool, as_json: bool) -> None:
     """Show what bundles hold.
 
-    Shows the bundles at PATHS, or all bundles that hadagen uses. With --all or --json, every winner is shown.
+    Shows the bundles at PATHS, or all bundles that hadagen uses; an arch such as sm90 names the bundle that hadagen
+    ships for it. With --all or --json, every winner is shown.
     """
     shown = _some([Bundle.open(path) for path in paths] if paths else bundles.known())
     if as_json:
         print_json([bundle_summary(each) | {"entries": [*map(winner_values, each.all_entries())]} for each in shown])
         return
-    for each in shown:
-        say(f"{each.path}: {each.arch}, {gpu_names(each.gpus())}")
-        if every:
-            _print_winners(each.all_entries())
-        else:
-            _print_groups(each.all_entries())
-
-
-def _print_winners(entries: Iterable[BundleEntry]) -> None:
-    print_table(
-        ("GPU", *PROBLEM_HEADERS, "destination", "elements", "us", "of copy", "error", "kernel", "knobs"),
-        (
-            (
-                entry.gpu or "estimated",
-                *problem_cells(entry.problem),
-                entry.destination.value,
-                entry.elements,
-                entry.us,
-                entry.fraction_of_copy,
-                entry.relative_error,
-                entry.kernel[:12],
-                short_knobs(entry.knobs),
-            )
-            for entry in entries
-        ),
-    )
-
-
-def _print_groups(entries: Iterable[BundleEntry]) -> None:
-    """A line for the winners of each GPU that differ in nothing but n, destination and elements."""
-    groups: dict[tuple[str, ...], list[BundleEntry]] = {}
-    for entry in entries:
-        key = (entry.gpu or "estimated", *problem_cells(entry.problem)[1:])
-        groups.setdefault(key, []).append(entry)
-    print_table(
-        ("GPU", *PROBLEM_HEADERS[1:], "n", "winners", "kernels", "of copy, mean", "largest error"),
-        (
-            (
-                *key,
-                range_text([entry.problem.n for entry in group]),
-                len(group),
-                len({entry.kernel for entry in group}),
-                geometric_mean(entry.fraction_of_copy for entry in group),
-                max((error for entry in group if (error := entry.relative_error) is not None), default=None),
-            )
-            for key, group in sorted(groups.items())
-        ),
-    )
+    for number, each in enumerate(shown):
+        if number:
+            click.echo()
+        print_summary(bundle_summary(each), every)
+        print_winners(each.all_entries(), every)
 
 
 @bundle.command()
-@click.argument("paths", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.argument("paths", type=options.BundlePath(), nargs=-1, required=True)
 @click.argument("out", type=click.Path(path_type=Path))
 def merge(paths: tuple[Path, ...], out: Path) -> None:
     """Write the winners of several bundles to one.
@@ -239,7 +201,7 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 @click.option("--ptxas", metavar="PATH", help="The assembler.  [default: on PATH, in $CUDA_HOME or the packages]")
 @click.option("--drop-ptx", is_flag=True, help="Leave out the PTX of kernels that can be generated anew.")
 @options.csv_of("Write to FILE which kernel became which.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=options.BundlePath())
 @click.argument("out", type=click.Path(path_type=Path))
 def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Path | None) -> None:
     """Assemble the kernels of a bundle anew, such as for older drivers.
@@ -274,7 +236,7 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
 
 @bundle.command()
 @click.option("--gpu", metavar="NAME", help="Only the winners of this GPU.  [default: of all]")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=options.BundlePath())
 @click.argument("out", type=click.Path(allow_dash=True))
 def export(path: Path, out: str, gpu: str | None) -> None:
     """Write the times of the winners in a bundle as CSV.

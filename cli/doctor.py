@@ -1,12 +1,13 @@
-"""`hadagen doctor`: what this machine can do, and what is missing."""
+"""`hadagen doctor`: what this machine can do, and what would add to it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -16,14 +17,14 @@ import click
 
 from hadagen import measure
 from hadagen.cli import options
-from hadagen.cli.output import print_json, say
+from hadagen.cli.output import print_fields, print_json
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
 from hadagen.compiler.cache import KernelCache, cache_place, cache_root
 from hadagen.compiler.compilers import COMPILERS, DEFAULT
 from hadagen.compiler.cubin import OLDEST_DRIVERS, cuda_release
 from hadagen.compiler.nvrtc import Nvrtc
 from hadagen.errors import DeviceError, HadagenError, NoCompilerError, ToolchainError
-from hadagen.gpu import driver, gpu_class
+from hadagen.gpu import driver, gpu_class, libcuda
 from hadagen.measure.monitor import Monitor, state_text
 from hadagen.owners import fault_of
 from hadagen.problem.problem import DType, Problem
@@ -34,11 +35,19 @@ from hadagen.runtime.device import Device, how_to_get_kernels
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 OK, MISSING, BROKEN, UNTRIED, BUSY = "ok", "missing", "broken", "untried", "busy"
-RUNS = {"yes": "yes", "no": "no, PyTorch computes the transform instead"}
+# What a part would add to a machine on which calls and tests work without it.
+ADDS = {
+    "gpu": "it would run kernels, and measure winners",
+    "gpu state": "a GPU would show its power, clocks and programs",
+    "kernels": "PyTorch computes the transform on the CPU",
+    "tune extra": "it would bring the packages of hadagen tune and emit",
+    "nvrtc": "it would compile kernels, for tuning and where a bundle has no code",
+    "nvcc": "it would compile kernels with --compiler nvcc, or without NVRTC",
+    "emulator": "with the tune extra and a C++ compiler, hadagen tune would verify kernels on the CPU",
+}
 TUNES = {
-    "measured": "yes, winners are measured",
-    "estimated": "without a GPU: kernels are verified on the CPU, winners are estimated",
-    "no": "no, for what is missing or broken above",
+    "measured": "measures winners on this GPU",
+    "estimated": "estimates winners and verifies them on the CPU; a GPU would measure them",
 }
 
 
@@ -60,21 +69,83 @@ class NotOk(Exception):
 @options.as_json
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
-    """Say what this machine can do, and what is missing.
+    """Say what this machine can do, and what would add to it.
 
-    The exit code is 1 only if something is broken. A missing program or GPU only limits what this machine can do.
+    The first lines say how calls run here, and what hadagen tune can do. The exit code is 1 only if something is
+    broken: programs that are not installed, or no GPU, only limit what this machine can do.
     """
     checks = [*_examined(), *_bundles()]
     abilities = _abilities({check.name for check in checks if check.state == OK})
     if as_json:
         print_json({"can": abilities, "checks": [asdict(check) for check in checks]})
     else:
-        for check in checks:
-            say(f"{check.name:<14} {check.state:<8} {check.says}")
-        click.echo()
-        click.echo(f"runs kernels   {RUNS[abilities['run_kernels']]}")
-        click.echo(f"tunes          {TUNES[abilities['tune']]}")
+        _print(checks, abilities)
     context.exit(1 if any(check.state == BROKEN for check in checks) else 0)
+
+
+def _print(checks: Sequence[Check], abilities: Mapping[str, str]) -> None:
+    """The verdict, and then the checks."""
+    found = {check.name: check for check in checks if check.name in CHECKS}
+    without_gpu = not _has_driver()
+    print_fields(_verdict(checks, found, abilities, without_gpu))
+    click.echo()
+    lines = []
+    for check in found.values():
+        says = _says_optional(check, found, without_gpu)
+        state = "limited" if check.state == MISSING else check.state
+        lines.append((check.name, "optional", says) if says else (check.name, state, check.says))
+    others = [check for check in checks if check.name not in CHECKS]
+    sound = [check.says.partition(": ") for check in others if check.state == OK]
+    for folder, some in groupby(sound, key=lambda parts: os.path.dirname(parts[0])):
+        lines.append(("bundles", OK, folder))
+        lines += [("", "", f"{os.path.basename(path)}: {rest}") for path, _, rest in some]
+    lines += [(check.name, check.state, check.says) for check in others if check.state != OK]
+    print_fields((f"{name:<10}  {state:<8}", says) for name, state, says in lines)
+
+
+def _verdict(
+    checks: Sequence[Check], found: Mapping[str, Check], abilities: Mapping[str, str], without_gpu: bool
+) -> Iterator[tuple[str, str]]:
+    """How calls run here, what tuning does or needs, and what is broken."""
+    if abilities["run_kernels"] == "yes":
+        yield "calls", "run kernels on this GPU"
+    elif without_gpu:
+        yield "calls", "run on the CPU, by PyTorch; kernels run on an NVIDIA GPU"
+    else:
+        yield "calls", "run by PyTorch, without kernels of hadagen; see kernels below"
+    yield "tuning", TUNES.get(abilities["tune"]) or f"needs {_tuning_needs(found)}; see below"
+    if broken := dict.fromkeys(check.name for check in checks if check.state == BROKEN):
+        yield "broken", f"{', '.join(broken)}; see below"
+
+
+def _tuning_needs(found: Mapping[str, Check]) -> str:
+    """The parts without which hadagen tune does nothing here."""
+    lacks = [name for name in ("tune extra", "cache", "emulator") if found[name].state in (MISSING, BROKEN)]
+    if OK not in (found["nvrtc"].state, found["nvcc"].state) and "cache" not in lacks:
+        lacks.append("nvrtc or nvcc")
+    return f"the {' and the '.join(lacks)}"
+
+
+def _says_optional(check: Check, found: Mapping[str, Check], without_gpu: bool) -> str:
+    """The text for a part that is not here and that calls do without; "" for all others."""
+    of_gpu = check.name in ("gpu", "gpu state", "kernels")
+    if check.name not in ADDS or check.state not in (MISSING, UNTRIED) or (of_gpu and not without_gpu):
+        return ""
+    if of_gpu:
+        return f"none here; {ADDS[check.name]}"
+    if check.state == UNTRIED:
+        is_for_extra = found["tune extra"].state == MISSING and found["cache"].state == OK
+        return f"not tried; {ADDS[check.name]}" if is_for_extra else ""
+    return f"not here; {'; '.join(filter(None, (ADDS[check.name], check.says.partition('; ')[2])))}"
+
+
+def _has_driver() -> bool:
+    """Whether an NVIDIA driver is installed, however old."""
+    try:
+        ctypes.CDLL(libcuda.SONAME)
+    except OSError:
+        return False
+    return True
 
 
 def _examined() -> list[Check]:

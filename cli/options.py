@@ -24,6 +24,7 @@ from hadagen.problem.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEME
 from hadagen.problem.trial import Environment
 from hadagen.report.names import short_count
 from hadagen.runtime.bundles import user_directory
+from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.table import check_table_place
 
 if TYPE_CHECKING:
@@ -74,6 +75,21 @@ db = click.option(
     metavar="PATH|URL",
     help="Tuning database: a file or a postgresql:// URL.  [default: tuning.db in hadagen's data directory]",
 )
+
+
+class BundlePath(click.Path):
+    """The path of a bundle. An arch such as sm90 names the bundle that hadagen ships for it, unless a file does."""
+
+    name = "bundle"
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
+        path = Path(super().convert(value, parameter, context))
+        return path if path.exists() else shipped().get(str(path), path)
+
+
 bundle = click.option(
     "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
 )

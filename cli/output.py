@@ -1,11 +1,15 @@
-"""How results are printed: JSON for programs, aligned columns for people."""
+"""How results are printed: JSON for programs, and for people text and tables that fit the terminal."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import click
@@ -18,27 +22,95 @@ from hadagen.report.names import format_name
 Item = TypeVar("Item")
 
 
-def say(line: str, *, err: bool = False) -> None:
-    """Print one line, with control characters escaped, because stored text may contain anything."""
-    click.echo(printable(line), err=err)
+def say(text: str, *, err: bool = False) -> None:
+    """Print a sentence, with control characters escaped, because stored text may contain anything. Lines fit the
+    terminal. On stderr, a file or a pipe gets one line, as logs need it."""
+    is_log = err and not (sys.stderr.isatty() or os.environ.get("COLUMNS"))
+    for line in [printable(text)] if is_log else folded(text, terminal_width()):
+        click.echo(line, err=err)
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, at least 40. `COLUMNS` counts first; a file or a pipe has 80."""
+    return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+
+def folded(text: Any, columns: int) -> list[str]:
+    """The lines of a text. Only a word that is longer, such as a path, makes a line longer than `columns`."""
+    text = printable(str(text))
+    if len(text) <= columns:
+        return [text]
+    return textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False)
 
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+def print_fields(fields: Iterable[tuple[str, Any]]) -> None:
+    """Names on the left and texts on the right; a path that does not fit there stands alone on its line."""
+    fields = list(fields)
+    left = max(len(name) for name, _ in fields) + 2
+    for name, text in fields:
+        for line in folded(text, terminal_width() - left):
+            if left + len(line) > terminal_width():
+                if name:
+                    click.echo(name.rstrip())
+                click.echo(line.rjust(terminal_width()))
+            else:
+                click.echo(name.ljust(left) + line)
+            name = ""
+
+
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Columns as wide as their widest cell, two blanks apart; numbers lean right."""
+    """Columns as wide as their widest cell, two blanks apart; numbers lean right.
+
+    In a table that is wider than the terminal, long texts are wrapped. If this is not enough, the columns that do not
+    fit stand on further lines of each row.
+    """
     rows = list(rows)
     cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
     numeric = [all(isinstance(row[column], (int, float, type(None))) for row in rows) for column in range(len(headers))]
+    widths = _fitted(cells)
     for line in cells:
-        padded = (
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(line, widths, numeric, strict=True)
-        )
-        click.echo("  ".join(padded).rstrip())
+        for start, end in _parts(widths):
+            texts = [folded(line[column], widths[column]) for column in range(start, end)]
+            for each in zip_longest(*texts, fillvalue=""):
+                padded = (
+                    text.rjust(width) if right else text.ljust(width)
+                    for text, width, right in zip(each, widths[start:end], numeric[start:end], strict=True)
+                )
+                click.echo((_INDENT * (start > 0) + _GAP.join(padded)).rstrip())
+
+
+_GAP, _INDENT = "  ", "    "
+
+
+def _fitted(cells: Sequence[Sequence[str]]) -> list[int]:
+    """Widths of columns that fit the terminal; the natural widths, cut to one line, if no widths fit."""
+    columns = range(len(cells[0]))
+    natural = [max(len(line[column]) for line in cells) for column in columns]
+    least = [max(len(word) for line in cells for word in [*line[column].split(), ""]) for column in columns]
+    room = terminal_width() - len(_GAP) * (len(natural) - 1)
+    widths = list(natural)
+    while sum(widths) > room:
+        long = [column for column in columns if widths[column] > least[column]]
+        if not long:
+            most = terminal_width() - len(_INDENT)
+            return [max(min(width, most), word) for width, word in zip(natural, least, strict=True)]
+        widths[max(long, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _parts(widths: Sequence[int]) -> list[tuple[int, int]]:
+    """The columns of each line of a row, from one to before another."""
+    starts, used = [0], widths[0]
+    for column, width in enumerate(widths[1:], 1):
+        used += len(_GAP) + width
+        if used > terminal_width():
+            starts.append(column)
+            used = len(_INDENT) + width
+    return [*zip(starts, [*starts[1:], len(widths)], strict=True)]
 
 
 def counted(items: Sequence[Item], doing: str) -> Iterator[Item]:

@@ -157,7 +157,7 @@ def test_shared_memory_meets_no_bank_conflicts(sources: dict[str, list[Source]],
             assert not report.complaint
             if isinstance(plan.tile, Matrix) and (knobs.load, knobs.chunks) != ("bulk", 1):
                 assert report.bank_conflicts == 0, source.entry
-                staged.add((knobs.load, plan.tile.shape(plan).groups > 1))
+                staged.add((knobs.load, plan.tile.groups(plan) > 1))
     assert staged >= {("bulk", True), ("bulk", False)}
 
 
@@ -168,22 +168,22 @@ def test_all_ways_through_the_kernel_are_tried() -> None:
     both = {True, False}
     for load, ways in loads.items():
         some = [(plan, matrix, knobs) for plan, matrix, knobs in with_h if knobs.load == load]
-        shapes = [matrix.shape(plan) for plan, matrix, _ in some]
         assert {(knobs.grid, knobs.stages) for *_, knobs in some} == set(ways)
         for way in ways:
-            beside = [m.shape(plan).groups > 1 for plan, m, knobs in some if (knobs.grid, knobs.stages) == way]
+            beside = [m.groups(plan) > 1 for plan, m, knobs in some if (knobs.grid, knobs.stages) == way]
             assert set(beside) == both, (load, way)
         assert {plan.problem.transform.signed for plan, *_ in some} == both
         assert {SPLIT in plan.carriers for plan, *_ in some} == both
         assert {matrix.held(plan) > 0 for plan, matrix, _ in some} == both
         assert {plan.problem.io.input for plan, *_ in some} == {DType.FLOAT16, DType.BFLOAT16}
-        assert {shape.blocks % plan.warps > 0 for shape, (plan, *_) in zip(shapes, some, strict=True)} == both
+        assert {matrix.blocks(plan) % plan.warps > 0 for plan, matrix, _ in some} == both
         # Whole blocks of several rows of x, and blocks that lack rows: of one row of x, or loaded plainly of several.
-        assert {(shape.order % 16 > 0, shape.rows > 1) for shape in shapes} >= {(False, True), (True, load == "plain")}
-        assert {shape.vectors > 1 for shape in shapes} == both
+        lacking = {(plan.problem.order % 16 > 0, matrix.rows > 1) for plan, matrix, _ in some}
+        assert lacking >= {(False, True), (True, load == "plain")}
+        assert {matrix.vectors_in_row(plan) > 1 for plan, matrix, _ in some} == both
         assert {knobs.trigger for *_, knobs in some} >= {"end", "load"}
         assert {knobs.ahead > 0 for *_, knobs in some} == both
-    assert {matrix.shape(plan).together for plan, matrix, _ in with_h} == {1, 2, 4}
+    assert {matrix.rows_at_once(plan) for plan, matrix, _ in with_h} == {1, 2, 4}
     assert {matrix.operands_in_slab(plan) % matrix.slabs > 0 for plan, matrix, _ in with_h} == both
     squares = [(plan, plan.tile) for plan, _ in tried if isinstance(plan.tile, Square)]
     assert {square.in_place(plan) for plan, square in squares} == both

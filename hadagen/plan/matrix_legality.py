@@ -57,7 +57,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return "the matrix has fewer rows (slabs must be fewer)"
     if 32 * draft.warps > (limit := c.arch.limits.threads_per_block):
         return f"more than {limit} threads per block (take fewer warps)"
-    if isinstance(tile, Matrix) and tile.shape(draft).blocks < draft.warps:
+    if isinstance(tile, Matrix) and tile.blocks(draft) < draft.warps:
         return "some warps would have nothing to transform (take fewer warps, or more rows)"
     return None
 

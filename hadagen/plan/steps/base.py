@@ -247,10 +247,14 @@ class Exchanging(Protocol):
 
 
 class Tile:
-    """How the values of a tile lie, from the load to the store. A plan has one: a step, or `RowTile`."""
+    """How the values of a tile lie, from the load to the store. A plan has one.
 
-    flips: ClassVar[tuple[bool, ...]]  # the `before` of the steps `Signs` of a signed transform
-    # Its macros go before those of the same name that other steps have in theirs.
+    The base class is that of whole rows in registers, where each thread has the vectors that it loads. A step that
+    derives from it says how else values lie.
+    """
+
+    flips: ClassVar[tuple[bool, ...]] = (True, False)  # the `before` of the steps `Signs` of a signed transform
+    # The file whose macros go before those of the same name that other steps have in theirs.
     template = "steps.cu.j2"
 
     def held_from(self, plan: Draft) -> int:
@@ -259,44 +263,74 @@ class Tile:
 
     def placement(self, plan: Draft) -> Placement:
         """The placement as loaded."""
-        raise NotImplementedError
+        vector_bits = plan.vector_elements.bit_length() - 1
+        return Placement.standard(vector_bits, plan.chunk_bits, plan.warp_bits, plan.cta_bits, plan.problem.odd_factor)
 
     def warps(self, plan: Draft) -> int:
         """Warps of a block for each of 2^warp_bits."""
-        raise NotImplementedError
+        return plan.problem.odd_factor
 
     def vectors(self, plan: Draft) -> int:
         """16-byte vectors of a tile in one thread."""
-        raise NotImplementedError
+        return (THREAD_ELEMENTS << plan.chunk_bits) // plan.vector_elements
 
     def eights(self, plan: Draft) -> int:
         """The number of groups of eight values that a thread has between steps; 0 if it has none."""
-        raise NotImplementedError
+        return 1 << plan.chunk_bits
 
     def staged_bytes(self, plan: Draft) -> int:
         """Bytes of a staged tile, as far as a block loads it."""
-        raise NotImplementedError
+        return plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
         """The least registers of a thread for its values, fp32 if `wide`."""
-        raise NotImplementedError
+        dtype, load = plan.problem.io.input, plan.load
+        loaded = 2 * dtype.bytes  # registers for a chunk
+        shares = 1 if dtype is DType.FLOAT32 else plan.shares_loaded  # fp32 is summed vector by vector
+        fetched = loaded if load.stages > 1 and not load.staged else 0
+        return max(8 if wide else 4, loaded * shares) + fetched << plan.chunk_bits
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
         """The digits of coordinates of the fp32 values of a thread, as `Placement.digits_of` says. The lowest digit of
         `value` is `pair`. before: the placement of the values."""
-        raise NotImplementedError
+        values = {Axis(digit.radix, 2 * digit.stride): axis for digit, axis in before.digits_of("reg").items()}
+        threads = {kind: before.digits_of(kind) for kind in ("lane", "warp", "cta")}
+        return {"value": {Axis(2, 1): before.axes[PAIR], **values}, **threads}
 
     def rows_apart(self, plan: Draft) -> Coordinates:
         """The digits of `coordinates` that tell rows of X apart, if some rows lie beyond the end of X."""
         return {}
 
+    def _moves(self, plan: Draft) -> bool:
+        """Whether a thread stores elsewhere than it loads."""
+        return plan.placements[-1] != plan.loaded or plan.shares_loaded > 1
+
     def of_thread(self, plan: Draft) -> dict[str, str]:
         """The values that a thread computes once, besides its lane: name → C expression."""
-        raise NotImplementedError
+        loaded, stored = plan.loaded, plan.placements[-1]
+        load_lane, lanes = f"lane * {plan.vector_elements}", stored.digits_of("lane")
+        store_lane = load_lane if lanes == loaded.digits_of("lane") else scatter("lane", lanes)
+        store_at = add(store_lane, scatter("warp", stored.digits_of("warp")), scatter("rank", stored.digits_of("cta")))
+        return {
+            **({"warp": "thread_index() / 32"} if plan.warps > 1 else {}),
+            **({"rank": "cluster_rank()"} if plan.cta_bits else {}),
+            "load_at": add(load_lane, scatter("warp", loaded.digits_of("warp"))),
+            **({"store_at": store_at} if self._moves(plan) else {}),
+        }
 
     def names(self, plan: Draft) -> dict[str, Any]:
         """Names and values for the template of a kernel."""
-        raise NotImplementedError
+        stored = plan.placements[-1]
+        return {
+            "stages_from": "loads.cu.j2",  # the template that says how tiles are staged
+            "vectors": plan.vectors,
+            "stored_at": "store_at" if self._moves(plan) else "load_at",
+            # Offset of vector i of a thread from its first.
+            "store_vector": scatter("i", stored.digits_of("reg", first=len(plan.vector_places) - 1)) or "0",
+        }
+
+
+_ROWS = Tile()
 
 
 @dataclass(frozen=True)
@@ -477,69 +511,6 @@ class Draft:
     @cached_property
     def footprint(self) -> Footprint:
         return Footprint(self)
-
-
-class RowTile(Tile):
-    """Whole rows in registers, each thread with the vectors that it loads."""
-
-    flips = True, False
-
-    def placement(self, plan: Draft) -> Placement:
-        vector_bits = plan.vector_elements.bit_length() - 1
-        return Placement.standard(vector_bits, plan.chunk_bits, plan.warp_bits, plan.cta_bits, plan.problem.odd_factor)
-
-    def warps(self, plan: Draft) -> int:
-        return plan.problem.odd_factor
-
-    def vectors(self, plan: Draft) -> int:
-        return (THREAD_ELEMENTS << plan.chunk_bits) // plan.vector_elements
-
-    def eights(self, plan: Draft) -> int:
-        return 1 << plan.chunk_bits
-
-    def staged_bytes(self, plan: Draft) -> int:
-        return plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes
-
-    def registers(self, plan: Draft, *, wide: bool) -> int:
-        dtype, load = plan.problem.io.input, plan.load
-        loaded = 2 * dtype.bytes  # registers for a chunk
-        shares = 1 if dtype is DType.FLOAT32 else plan.shares_loaded  # fp32 is summed vector by vector
-        fetched = loaded if load.stages > 1 and not load.staged else 0
-        return max(8 if wide else 4, loaded * shares) + fetched << plan.chunk_bits
-
-    def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
-        values = {Axis(digit.radix, 2 * digit.stride): axis for digit, axis in before.digits_of("reg").items()}
-        threads = {kind: before.digits_of(kind) for kind in ("lane", "warp", "cta")}
-        return {"value": {Axis(2, 1): before.axes[PAIR], **values}, **threads}
-
-    def _moves(self, plan: Draft) -> bool:
-        """Whether a thread stores elsewhere than it loads."""
-        return plan.placements[-1] != plan.loaded or plan.shares_loaded > 1
-
-    def of_thread(self, plan: Draft) -> dict[str, str]:
-        loaded, stored = plan.loaded, plan.placements[-1]
-        load_lane, lanes = f"lane * {plan.vector_elements}", stored.digits_of("lane")
-        store_lane = load_lane if lanes == loaded.digits_of("lane") else scatter("lane", lanes)
-        store_at = add(store_lane, scatter("warp", stored.digits_of("warp")), scatter("rank", stored.digits_of("cta")))
-        return {
-            **({"warp": "thread_index() / 32"} if plan.warps > 1 else {}),
-            **({"rank": "cluster_rank()"} if plan.cta_bits else {}),
-            "load_at": add(load_lane, scatter("warp", loaded.digits_of("warp"))),
-            **({"store_at": store_at} if self._moves(plan) else {}),
-        }
-
-    def names(self, plan: Draft) -> dict[str, Any]:
-        stored = plan.placements[-1]
-        return {
-            "stages_from": "loads.cu.j2",  # the template that says how tiles are staged
-            "vectors": plan.vectors,
-            "stored_at": "store_at" if self._moves(plan) else "load_at",
-            # Offset of vector i of a thread from its first.
-            "store_vector": scatter("i", stored.digits_of("reg", first=len(plan.vector_places) - 1)) or "0",
-        }
-
-
-_ROWS = RowTile()
 
 
 class Footprint:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hadagen.plan.layout import MMA_COLUMNS, MMA_ROWS, ROW, Axis, Place, Placement, add, bit, column, log2, scatter
@@ -233,56 +232,6 @@ class Multiplies(Store, Tile):
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The blocks of rows of X in a tile.
-
-    rows: the rows of x in a tile; order, length: the rows and columns of X; chunks: the vectors of a thread in a row,
-    if the row has so many; warps: the warps of a block of threads.
-    """
-
-    rows: int
-    order: int
-    length: int
-    chunks: int
-    warps: int
-
-    @property
-    def together(self) -> int:
-        """Rows of x whose rows of X are loaded at once, because one has fewer columns than a warp loads."""
-        return max(1, (1 << COLUMN_BITS) // self.length)
-
-    @property
-    def in_order(self) -> bool:
-        """Whether blocks lie one behind the other in memory, in a tile as in what crosses shared memory."""
-        return self.together == 1 and (self.rows == 1 or self.order % OPERAND_SIDE == 0)
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of a thread in a row of a block."""
-        return min(self.chunks, max(1, self.length >> COLUMN_BITS))
-
-    @property
-    def groups(self) -> int:
-        """Blocks beside each other in the same rows. `Matrix` adds and subtracts their results."""
-        return max(1, (self.length >> COLUMN_BITS) // self.chunks)
-
-    @cached_property
-    def blocks(self) -> int:
-        """The number of blocks of a tile."""
-        return self.rows // self.together * -(-self.order // OPERAND_SIDE) * self.groups
-
-    @cached_property
-    def share(self) -> int:
-        """Blocks that a warp has at most."""
-        return -(-self.blocks // self.warps)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the packed operands of all blocks."""
-        return 2 * self.blocks * self.vectors * WARP_VECTOR_BYTES
-
-
-@dataclass(frozen=True)
 class Matrix(Multiplies):
     """A times what a `Columns` left in shared memory, by mma whose left operand is A.
 
@@ -301,7 +250,7 @@ class Matrix(Multiplies):
             yield "it multiplies what `Columns` left in shared memory"
         if plan.load.staged and plan.load.path != "bulk":
             yield "blocks of rows are loaded as they lie (load must be plain or bulk)"
-        if plan.load.staged and not self.shape(plan).in_order:
+        if plan.load.staged and not self.in_order(plan):
             yield "a row of x begins inside a block (rows must be 1, or load plain)"
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
@@ -324,31 +273,53 @@ class Matrix(Multiplies):
         return f"matrix of the transform{f', then add and subtract: bits {bits}' if bits else ''}{then}"
 
     def rows_at_once(self, plan: Draft) -> int:
-        return self.shape(plan).together
+        """More than one if a row of X has fewer columns than a warp loads."""
+        return max(1, (1 << COLUMN_BITS) // plan.problem.length)
+
+    def in_order(self, plan: Draft) -> bool:
+        """Whether blocks of rows of X lie one behind the other in memory, in a tile as in what crosses shared
+        memory."""
+        return self.rows_at_once(plan) == 1 and (self.rows == 1 or plan.problem.order % OPERAND_SIDE == 0)
+
+    def vectors_in_row(self, plan: Draft) -> int:
+        """Vectors of a thread in a row of a block."""
+        return min(1 << plan.chunk_bits, max(1, plan.problem.length >> COLUMN_BITS))
+
+    def groups(self, plan: Draft) -> int:
+        """Blocks beside each other in the same rows. It adds and subtracts their results."""
+        return max(1, plan.problem.length >> COLUMN_BITS + plan.chunk_bits)
+
+    def blocks(self, plan: Draft) -> int:
+        """The number of blocks of a tile."""
+        return self.rows // self.rows_at_once(plan) * self.operands_in_slab(plan) * self.groups(plan)
+
+    def blocks_of_warp(self, plan: Draft) -> int:
+        """The most that a warp has."""
+        return -(-self.blocks(plan) // plan.warps)
 
     def sets(self, plan: Draft) -> int:
         """The number of sets. A set has 32 columns, and the same columns of the groups beside them."""
-        return super().sets(plan) * self.shape(plan).vectors
+        return super().sets(plan) * self.vectors_in_row(plan)
 
     def sets_of_warp(self, plan: Draft) -> int:
         return max(1, self.sets(plan) >> plan.warp_bits)
 
     def values(self, plan: Draft) -> int:
         """Values of a thread that it leaves in registers."""
-        return _SUMS * self.slabs * self.shape(plan).groups * self.sets_of_warp(plan)
+        return _SUMS * self.slabs * self.groups(plan) * self.sets_of_warp(plan)
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
         """The coordinates of the product. Rows that A lacks lie beyond the end of a row of x."""
-        shape, problem = self.shape(plan), plan.problem
+        problem = plan.problem
         rows = {
             kind: {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in digits.items()}
             for kind, digits in self._rows(plan).items()
         }
         number = OPERAND_SIDE * self.slabs  # of values in a set: groups, then sets, then warps
-        first = COLUMN_BITS + log2(shape.vectors)
-        places = [*(bit(first + at) for at in range(log2(shape.groups))), *self._of_sets(plan)]
-        held = log2(shape.groups * self.sets_of_warp(plan))
-        lanes = log2(4 // shape.together)
+        first = COLUMN_BITS + log2(self.vectors_in_row(plan))
+        places = [*(bit(first + at) for at in range(log2(self.groups(plan)))), *self._of_sets(plan)]
+        held = log2(self.groups(plan) * self.sets_of_warp(plan))
+        lanes = log2(4 // self.rows_at_once(plan))
         return {
             "value": {bit(at): bit(at) for at in range(3)}
             | rows["value"]
@@ -361,11 +332,10 @@ class Matrix(Multiplies):
 
     def _of_sets(self, plan: Draft) -> list[Axis]:
         """The axes that tell sets apart: columns, then rows of x."""
-        shape = self.shape(plan)
-        rows = log2(shape.rows // shape.together)
+        rows = log2(self.rows // self.rows_at_once(plan))
         return [
-            *(bit(COLUMN_BITS + at) for at in range(log2(shape.vectors))),
-            *(Axis(2, shape.together * plan.problem.n << at) for at in range(rows)),
+            *(bit(COLUMN_BITS + at) for at in range(log2(self.vectors_in_row(plan)))),
+            *(Axis(2, self.rows_at_once(plan) * plan.problem.n << at) for at in range(rows)),
         ]
 
     def rows_apart(self, plan: Draft) -> Coordinates:
@@ -380,12 +350,8 @@ class Matrix(Multiplies):
             "warp": {warps: Axis(warps.radix, OPERAND_SIDE * self.slabs)} if warps.radix > 1 else {},
         }
 
-    def shape(self, plan: Draft) -> Shape:
-        return Shape(self.rows, plan.problem.order, plan.problem.length, 1 << plan.chunk_bits, plan.warps)
-
     def vectors(self, plan: Draft) -> int:
-        shape = self.shape(plan)
-        return 2 * shape.share * shape.vectors
+        return 2 * self.blocks_of_warp(plan) * self.vectors_in_row(plan)
 
     def names(self, plan: Draft) -> dict[str, Any]:
         if self.stores:
@@ -403,49 +369,48 @@ class Matrix(Multiplies):
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
         """The larger of what `Columns` needs, loads and sums, and what this step needs, A and its sums."""
-        shape, columns = self.shape(plan), VECTOR * self.shape(plan).vectors
-        at_once = 2 * shape.vectors if plan.load.staged else self.vectors(plan)
-        loaded = _OPERAND_REGISTERS * (at_once + shape.vectors)
-        sums = _SUMS * self.slabs * shape.groups if self.stores else self.values(plan)
+        columns = VECTOR * self.vectors_in_row(plan)
+        at_once = 2 * self.vectors_in_row(plan) if plan.load.staged else self.vectors(plan)
+        loaded = _OPERAND_REGISTERS * (at_once + self.vectors_in_row(plan))
+        sums = _SUMS * self.slabs * self.groups(plan) if self.stores else self.values(plan)
         return max(loaded + columns // 2, self.held(plan) + sums + 2 * VECTOR)
 
     def staged_bytes(self, plan: Draft) -> int:
-        return self.shape(plan).shared_bytes
+        """As many as packed operands of all blocks have, which replace what was staged."""
+        return 2 * self.blocks(plan) * self.vectors_in_row(plan) * WARP_VECTOR_BYTES
 
     def shared_bytes(self, plan: Draft) -> int:
         planes = 2 if plan.carriers[plan.steps.index(self)] == SPLIT else 1
-        return self.shape(plan).shared_bytes * (planes - plan.load.staged)
+        return self.staged_bytes(plan) * (planes - plan.load.staged)
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        shape = self.shape(plan)
         planes = 2 if carrier == SPLIT else 1
         sets = self.sets(plan) / (1 << plan.warp_bits)  # of a warp
-        groups = sets * shape.groups  # of 32 columns
+        groups = sets * self.groups(plan)  # of 32 columns
         loaded = self.slabs * self.operands_in_slab(plan) * (1 if self.held(plan) else sets)  # operands of A
         mma = 4 * planes * groups * self.slabs * self.operands_in_slab(plan)
         reads = 2 * planes * groups * self.operands_in_slab(plan)
         return Cost(
-            instructions=mma + reads + groups * self.slabs * (24 + 16 * log2(shape.groups)) + 5 * loaded,
+            instructions=mma + reads + groups * self.slabs * (24 + 16 * log2(self.groups(plan))) + 5 * loaded,
             mma=round(mma),
             shared_bytes=reads * WARP_VECTOR_BYTES,
             waits={"shared": 1, "mma": self.operands_in_slab(plan) * planes},
         )
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
-        shape = self.shape(plan)
-        lanes = 4 // shape.together  # that have columns of one row of x
+        lanes = 4 // self.rows_at_once(plan)  # that have columns of one row of x
         return super().view(plan, at) | {
             "length": plan.problem.length,
-            "together": shape.together,
+            "together": self.rows_at_once(plan),
             "lanes": lanes,
             "idle": 8 - 2 * lanes if lanes < 4 else 0,  # bits of the numbers of columns that tell rows of x apart
-            "vectors": shape.vectors,
-            "groups": shape.groups,
+            "vectors": self.vectors_in_row(plan),
+            "groups": self.groups(plan),
             "held": self.held(plan) > 0,
             "sets": self.sets_of_warp(plan),
-            "blocks": shape.blocks,
-            "share": shape.share,
-            "others": plan.footprint.offset("slots") + (0 if plan.load.staged else shape.shared_bytes),
+            "blocks": self.blocks(plan),
+            "share": self.blocks_of_warp(plan),
+            "others": plan.footprint.offset("slots") + (0 if plan.load.staged else self.staged_bytes(plan)),
         }
 
 
@@ -527,15 +492,8 @@ class Signs(Step):
     before: bool
 
     @property
-    def changes_values(self) -> bool:
-        return False  # exact
-
-    @property
     def loads(self) -> bool:  # type: ignore[override]  # those before belong to what a tile has loaded
         return self.before
-
-    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return ()
 
     def interpret(self, values: TileValues, plan: Draft) -> None:
         name = "signs_before" if self.before else "signs_after"
