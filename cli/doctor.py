@@ -92,15 +92,18 @@ def _print(checks: Sequence[Check], abilities: Mapping[str, str]) -> None:
     lines = []
     for check in found.values():
         says = _says_optional(check, found, without_gpu)
-        state = "limited" if check.state == MISSING else check.state
-        lines.append((check.name, "optional", says) if says else (check.name, state, check.says))
+        lines.append((check.name, "optional", says) if says else _line(check))
     others = [check for check in checks if check.name not in CHECKS]
     sound = [check.says.partition(": ") for check in others if check.state == OK]
     for folder, some in groupby(sound, key=lambda parts: os.path.dirname(parts[0])):
         lines.append(("bundles", OK, folder))
         lines += [("", "", f"{os.path.basename(path)}: {rest}") for path, _, rest in some]
-    lines += [(check.name, check.state, check.says) for check in others if check.state != OK]
+    lines += [_line(check) for check in others if check.state != OK]
     print_fields((f"{name:<10}  {state:<8}", says) for name, state, says in lines)
+
+
+def _line(check: Check) -> tuple[str, str, str]:
+    return check.name, "limited" if check.state == MISSING else check.state, check.says
 
 
 def _verdict(
@@ -120,10 +123,11 @@ def _verdict(
 
 def _tuning_needs(found: Mapping[str, Check]) -> str:
     """The parts without which hadagen tune does nothing here."""
-    lacks = [name for name in ("tune extra", "cache", "emulator") if found[name].state in (MISSING, BROKEN)]
-    if OK not in (found["nvrtc"].state, found["nvcc"].state) and "cache" not in lacks:
-        lacks.append("nvrtc or nvcc")
-    return f"the {' and the '.join(lacks)}"
+    parts = {"tune extra": "the tune extra", "cache": "a kernel cache to write to", "emulator": "a C++ compiler"}
+    lacks = [text for name, text in parts.items() if found[name].state in (MISSING, BROKEN)]
+    if {found["nvrtc"].state, found["nvcc"].state} <= {MISSING, BROKEN}:
+        lacks.append("NVRTC or nvcc")
+    return " and ".join(lacks)
 
 
 def _says_optional(check: Check, found: Mapping[str, Check], without_gpu: bool) -> str:

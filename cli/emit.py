@@ -9,7 +9,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.device import find_toolchain
-from hadagen.cli.output import print_json, print_table
+from hadagen.cli.output import print_json, print_table, say
 from hadagen.errors import UsageError
 from hadagen.gpu.driver import DEFAULT_SHARED_BYTES
 from hadagen.problem.launch import PORTABLE_CLUSTER, Source
@@ -140,7 +140,7 @@ def _print_space(problem: Problem, arch: Arch, as_json: bool) -> None:
         print_json({"problem": problem.key, "arch": arch.name, **counts})
         return
     counted = f"{report.legal:,} of {report.total:,} choices are legal"
-    click.echo(f"{problem.key} on {arch.name}: {counted}; the others, by reason:")
+    say(f"{problem.key} on {arch.name}: {counted}; the others, by reason:")
     print_table(("choices", "reason"), ((count, reason) for reason, count in report.reasons.items()))
 
 

@@ -60,7 +60,8 @@ def list_(db: str | None, every: bool, as_json: bool) -> None:
     if untrusted:
         count = counted_bundles(len(untrusted))
         others = " besides those that follow" if found else ""
-        say(f"{count}{others}, none signed by your keys; sign them with hadagen bundle sign, or name their keys too")
+        say(f"{count}{others}, none signed by your keys;")
+        say("sign them with hadagen bundle sign, or name their keys too")
     elif not found:
         click.echo("no bundle; make one with: hadagen tune")
     if found:

@@ -23,16 +23,18 @@ Item = TypeVar("Item")
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a sentence, with control characters escaped, because stored text may contain anything. Lines fit the
-    terminal. On stderr, a file or a pipe gets one line, as logs need it."""
-    is_log = err and not (sys.stderr.isatty() or os.environ.get("COLUMNS"))
-    for line in [printable(text)] if is_log else folded(text, terminal_width()):
+    """Print a sentence, with control characters escaped, because stored text may contain anything. On a terminal, lines
+    fit it. A file or a pipe gets one line, which programs find."""
+    stream = sys.stderr if err else sys.stdout
+    is_shown = stream.isatty() or os.environ.get("COLUMNS")
+    for line in folded(text, terminal_width()) if is_shown else [printable(text)]:
         click.echo(line, err=err)
 
 
 def terminal_width() -> int:
     """Columns of the terminal, at least 40. `COLUMNS` counts first; a file or a pipe has 80."""
-    return max(40, shutil.get_terminal_size((80, 24)).columns)
+    is_known = sys.stdout.isatty() or os.environ.get("COLUMNS")
+    return max(40, shutil.get_terminal_size().columns) if is_known else 80
 
 
 def folded(text: Any, columns: int) -> list[str]:

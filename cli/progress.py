@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import click
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -184,7 +183,7 @@ class _Lines:
     def __init__(self, state: State) -> None:
         self._state = state
         self._next = time.monotonic() + LINE_SECONDS
-        click.echo(state.now, err=True)
+        say(state.now, err=True)
 
     def listen(self, event: Event | Building) -> None:
         before, noted = self._state.now, self._state.note
@@ -194,14 +193,14 @@ class _Lines:
         if isinstance(event, ProblemFinished):
             result = f"{event.finished} trials, {best_so_far(event.best)}"
             result = result if event.finished else "no choice of knobs is legal on this arch, so it gets no kernel"
-            click.echo(f"{_where(event.problem, event)}: {result}", err=True)
+            say(f"{_where(event.problem, event)}: {result}", err=True)
         elif not self._state.has_begun:
             if self._state.now != before:
-                click.echo(self._state.now, err=True)
+                say(self._state.now, err=True)
         elif time.monotonic() >= self._next:
-            click.echo(f"{self._state.counts}, {self._state.rate}{clock_text(self._state.seconds_left)} left", err=True)
+            say(f"{self._state.counts}, {self._state.rate}{clock_text(self._state.seconds_left)} left", err=True)
             if self._state.fleet:
-                click.echo(self._state.fleet, err=True)
+                say(self._state.fleet, err=True)
             self._next = time.monotonic() + LINE_SECONDS
 
 

@@ -348,7 +348,8 @@ def _print_best(best: Mapping[Problem, Scores]) -> None:
         by_regime = (dict(zip(found, each, strict=True)) for each in zip(*found.values(), strict=True))
         rows.append((*kind, range_text(found), *map(_mean, by_regime)))
     print_table((*PROBLEM_HEADERS[1:], "n", *REGIMES), rows)
-    click.echo(LEGEND.format(latency=short_count(LATENCY_ELEMENTS)))
+    for line in LEGEND.format(latency=short_count(LATENCY_ELEMENTS)).splitlines():
+        say(line)
 
 
 def _mean(fractions: Mapping[int, float]) -> str:

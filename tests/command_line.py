@@ -37,6 +37,7 @@ def machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatc
     hide_bundles(tmp_path, monkeypatch)
     monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.delenv("HADAGEN_DEBUG", raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(measure, "device_environment", no_device)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
@@ -68,6 +69,11 @@ def succeed(*arguments: str | Path) -> str:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def unfolded(text: str) -> str:
+    """What was printed, as one line of words."""
+    return " ".join(text.split())
 
 
 def sentence(result: Result, exit_code: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import BEST, raising, run, sentence, succeed
+from command_line import BEST, raising, run, sentence, succeed, unfolded
 from sample_bundle import change, remake, write_trials
 from sample_store import recorded
 from sample_trials import H100, make_trial, times
@@ -44,7 +44,8 @@ def test_list_shows_bundles_and_the_database(sample: Path, database: Path) -> No
         }
     ]
     text = succeed("bundle", "list", "--db", database)
-    assert str(sample) in text
+    assert text.splitlines()[0] == f"{sample.parent}:"
+    assert "\nsample.db  sm90  H100 80GB " in text
     assert "1 ok, 1 wrong_answer" in text
 
 
@@ -55,7 +56,8 @@ def test_verify_names_what_calls_go_on_without(sample: Path, monkeypatch: pytest
     good.write_bytes(sample.read_bytes())
     bad.write_bytes(sample.read_bytes()[:20_000])
     result = run("bundle", "verify")
-    assert (result.exit_code, result.stdout.split(", ")[0]) == (1, f"{good}: sound")
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (1, "1 of 2 bundles is sound")
+    assert "\ngood.db  sm90 " in result.stdout
     assert f"hadagen: {bad} is damaged" in result.stderr
     found = run("bundle", "verify", "--json")
     report = json.loads(found.stdout)
@@ -71,15 +73,18 @@ def test_list_of_nothing_says_what_to_do() -> None:
 
 def test_a_bundle_is_made_found_verified_and_shown(database: Path) -> None:
     assert "2 winners, 1 kernels" in succeed("bundle", "make", "--db", database)
-    assert str(options.default_bundle("sm90")) in succeed("bundle", "verify")
+    assert succeed("bundle", "verify").startswith(f"1 bundle is sound\n{user_directory()}:\n")
     assert json.loads(succeed(*BEST, "256", "--inplace", "--json"))["match"] == "same-arch"
     (shown,) = json.loads(succeed("bundle", "show", "--json"))
     assert [entry["elements"] for entry in shown["entries"]] == [1 << 13, 1 << 23]
     assert shown["entries"][1]["us"] == 9.0
     assert "8388608" in succeed("bundle", "show", "--all")
-    _, header, line = succeed("bundle", "show").splitlines()
-    assert header.split()[:6] == ["GPU", "dtype", "numerics", "rows", "n", "winners"]
-    assert line.removeprefix(GPU).split()[:6] == ["float16", "accurate", "contiguous", "256", "2", "1"]
+    summary, _, table = succeed("bundle", "show").partition(f"\n\n{GPU}\n")
+    expected = f"bundle {options.default_bundle('sm90')} arch sm90 GPUs {GPU} problems 1 winners 2 kernels 1 "
+    assert unfolded(summary).startswith(expected)
+    header, _, line = table.splitlines()
+    assert header.split()[:5] == ["dtype", "numerics", "kind", "n", "winners"]
+    assert line.split()[:6] == ["float16", "accurate", "contiguous", "256", "2", "1"]
 
 
 def test_a_bundle_of_another_database_is_not_replaced(
@@ -118,9 +123,28 @@ def test_a_line_of_a_bundle_has_the_mean_of_copy_and_the_largest_error(tmp_path:
     """Of winners that differ in size."""
     fields = {"errors": {"normal": 1e-4}, "timings": times({1 << 20: 1.0})}
     path = write_trials(tmp_path / "x.db", [make_trial(timings=times({1 << 13: 4.0})), make_trial(2, **fields)])
-    _, header, line = succeed("bundle", "show", path).splitlines()
-    assert header.endswith("winners  kernels  of copy, mean  largest error")
+    *_, header, more, line = succeed("bundle", "show", path).splitlines()
+    assert header.split()[-6:] == ["n", "winners", "kernels", "of", "copy,", "largest"]
+    assert more.split() == ["mean", "error"]
     assert line.split()[-5:] == ["256", "2", "2", "0.95", "0.0002"]
+    said = succeed("bundle", "show", path, "--all")
+    assert f"\n{GPU}, float16 accurate\nrows        n    winners" in said
+    assert f"\n{GPU}, n256-float16-accurate\ndestination  elements" in said
+
+
+def test_an_arch_names_the_bundle_that_is_shipped_for_it(
+    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a file has this name, as in `hadagen report`."""
+    monkeypatch.setattr(options, "shipped", lambda: {"sm90": sample})
+    monkeypatch.chdir(tmp_path)
+    digest = Bundle.open(sample).digest
+    assert unfolded(succeed("bundle", "show", "sm90")).startswith(f"bundle {sample} arch sm90 ")
+    assert json.loads(succeed("bundle", "verify", "sm90", "--json"))["sound"] == {str(sample): digest}
+    succeed("bundle", "export", "sm90", "winners.csv")
+    succeed("bundle", "merge", "sm90", "sm90")
+    assert json.loads(succeed("bundle", "verify", "sm90", "--json"))["sound"].keys() == {"sm90"}
+    assert "sm91" in sentence(run("bundle", "show", "sm91"), 1)
 
 
 def test_fewer_kernels_are_kept_the_more_may_be_lost(tmp_path: Path) -> None:
@@ -195,8 +219,11 @@ def test_a_bundle_is_signed_verified_and_listed(sample: Path, tmp_path: Path) ->
     (private, public), (_, other) = make_key(tmp_path), make_key(tmp_path, "other")
     (key,), (stranger,) = public_keys(str(public)), public_keys(str(other))
     digest = Bundle.open(sample).digest
-    assert succeed("bundle", "verify", sample) == f"{sample}: sound, {digest}, not signed\n"
-    assert succeed("bundle", "list").splitlines()[-1].endswith("  not signed")
+    assert succeed("bundle", "verify", sample).startswith("1 bundle is sound\n")
+    assert succeed("bundle", "verify", sample).endswith(f"  not signed\n    {digest}\n")
+    assert digest not in succeed("bundle", "verify")
+    assert digest in succeed("bundle", "verify", "--all")
+    assert "  not signed\n" in succeed("bundle", "list")
     unsigned = sentence(run("bundle", "verify", sample, "--key", public), 1)
     assert unsigned == f"{sample} is not signed by {key.fingerprint}; get one that is"
 
@@ -204,7 +231,7 @@ def test_a_bundle_is_signed_verified_and_listed(sample: Path, tmp_path: Path) ->
     assert succeed("bundle", "sign", sample, "--key", private) == signed
     for named in ((), ("--key", public), ("--key", key.text)):
         said = succeed("bundle", "verify", sample, *named)
-        assert said == f"{sample}: sound, {digest}, signed by {key.fingerprint}\n"
+        assert said.endswith(f"  {key.fingerprint}\n    {digest}\n")
     found = json.loads(succeed("bundle", "verify", "--key", key.text, "--json"))
     assert found == {"sound": {str(sample): digest}, "signed": {str(sample): [key.fingerprint]}, "damaged": []}
     assert succeed("bundle", "list").splitlines()[-1].endswith(f"  {key.fingerprint}")
@@ -214,7 +241,7 @@ def test_a_bundle_is_signed_verified_and_listed(sample: Path, tmp_path: Path) ->
     assert said == f"{sample} is not signed by {stranger.fingerprint}; get one that is"
 
     succeed("bundle", "merge", sample, tmp_path / "merged.db")
-    assert succeed("bundle", "verify", tmp_path / "merged.db").endswith("not signed\n")
+    assert succeed("bundle", "verify", tmp_path / "merged.db").splitlines()[-2].endswith("not signed")
 
 
 def test_a_signature_of_something_else_is_a_failure(sample: Path, tmp_path: Path) -> None:
@@ -252,7 +279,7 @@ def test_without_cryptography_signatures_are_named_but_not_checked(
     (key,) = public_keys(str(public))
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     said = succeed("bundle", "verify", sample)
-    assert said.endswith(f"signed by {key.fingerprint} (not checked, pip install '.[sign]' in a checkout of hadagen)\n")
+    assert f" {key.fingerprint} (not checked, pip install '.[sign]' in a checkout of hadagen)" in unfolded(said)
     assert json.loads(succeed("bundle", "list", "--json"))["bundles"][0]["signed"] == {key.fingerprint: None}
 
 
@@ -269,7 +296,7 @@ def test_list_says_what_calls_leave_out(sample: Path, tmp_path: Path, monkeypatc
     shutil.copy(sample, found)
     monkeypatch.setenv("HADAGEN_TRUSTED_KEYS", str(public))
     listed = run("bundle", "list")
-    fix = "none signed by your keys; sign them with hadagen bundle sign, or name their keys too"
+    fix = "none signed by your keys;\nsign them with hadagen bundle sign, or name their keys too"
     assert listed.stdout == f"1 bundle, {fix}\n"
     shutil.copy(sample, found.with_name("more.db"))
     assert run("bundle", "list").stdout == f"2 bundles, {fix}\n"
@@ -280,4 +307,5 @@ def test_list_says_what_calls_leave_out(sample: Path, tmp_path: Path, monkeypatc
     succeed("bundle", "sign", found, "--key", private)
     listed = run("bundle", "list").stdout
     assert listed.startswith(f"1 bundle besides those that follow, {fix}\n")
-    assert str(found) in listed
+    assert f"\n{found.parent}:\nbundle" in listed
+    assert f"\n{found.name}  sm90 " in listed

@@ -6,13 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import run, succeed
+from command_line import run, succeed, unfolded
 from fake_nvml import FakeGpu, SilentGpu
 from real_compilers import needs_nvrtc
 from sample_bundle import write_trials
 from sample_trials import H200, make_kernel, make_trial
 
 from hadagen.cli import doctor, options
+from hadagen.errors import NoCompilerError
 from hadagen.gpu.gpu_class import class_name
 from hadagen.runtime.device import Device
 from hadagen.tuning_db.bundle import Bundle
@@ -37,7 +38,51 @@ def test_the_doctor_finds_a_machine_without_a_gpu_sound(sample: Path) -> None:
         "bundle": "ok",
     }
     assert report["can"] == {"run_kernels": "no", "tune": "estimated"}
-    assert "winners are estimated" in succeed("doctor")
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_has_driver", lambda: False)
+
+
+def test_the_doctor_begins_with_its_verdict(sample: Path, no_driver: None) -> None:
+    calls, tuning, blank, *checks = succeed("doctor").splitlines()
+    assert calls == "calls   run on the CPU, by PyTorch; kernels run on an NVIDIA GPU"
+    assert tuning == "tuning  estimates winners and verifies them on the CPU; a GPU would measure them"
+    assert blank == ""
+    assert "gpu         optional  none here; it would run kernels, and measure winners" in checks
+    assert not any("missing" in line or "error" in line or "no such file" in line.lower() for line in checks)
+
+
+def test_the_doctor_says_what_optional_parts_would_add(no_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise ModuleNotFoundError("no alembic", name="alembic")
+
+    def no_nvcc() -> str:
+        raise NoCompilerError("nvcc is not on PATH; install the CUDA toolkit")
+
+    monkeypatch.setitem(doctor.CHECKS, "tune extra", missing)
+    monkeypatch.setitem(doctor.CHECKS, "nvcc", no_nvcc)
+    monkeypatch.setitem(doctor.CHECKS, "nvrtc", lambda: "it compiles kernels")
+    said = succeed("doctor")
+    assert "tuning  needs the tune extra; see below\n" in said
+    assert (
+        "tune extra optional not here; it would bring the packages of hadagen tune and emit; install it with: pip "
+        "install '.[tune]' in a checkout of hadagen"
+    ) in unfolded(said)
+    assert (
+        "nvcc optional not here; it would compile kernels with --compiler nvcc, or without NVRTC; install the CUDA "
+        "toolkit"
+    ) in unfolded(said)
+    assert "emulator    optional  not tried; " in said
+
+
+def test_the_doctor_says_why_a_gpu_that_is_there_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_has_driver", lambda: True)
+    said = succeed("doctor")
+    assert said.startswith("calls   run by PyTorch, without kernels of hadagen; see kernels below\n")
+    assert "\ngpu         limited   " in said
+    assert "\ngpu state   untried   it cannot be tried without the gpu, see above\n" in said
 
 
 @pytest.mark.parametrize(
@@ -134,7 +179,7 @@ def test_the_doctor_says_which_driver_loads_a_bundle(
     path = options.default_bundle("sm90")
     path.parent.mkdir(parents=True)
     bundle = Bundle.open(write_trials(path, [make_trial(kernel=make_kernel(cubin))]))
-    assert f"its cubins load from driver {oldest} on" in succeed("doctor")
+    assert f"its cubins load from driver {oldest} on" in unfolded(succeed("doctor"))
     monkeypatch.setattr("hadagen.gpu.driver.bindings", lambda: SimpleNamespace(cuDriverGetVersion=lambda: (0, 12080)))
     said = {12: [], 13: ["their cubins need a driver of CUDA 13, and this one is of CUDA 12"]}
     assert doctor._lacking_code(list(bundle.all_entries()), [bundle], Device("sm90")) == said[release]
@@ -146,5 +191,6 @@ def test_the_doctor_finds_a_damaged_bundle() -> None:
     path.write_text("no bundle")
     result = run("doctor")
     assert result.exit_code == 1
-    assert "bundle         broken" in result.stdout
-    assert "is not a hadagen bundle" in result.stdout
+    assert "\nbroken  bundle; see below\n" in result.stdout
+    assert "\nbundle      broken " in result.stdout
+    assert "is not a hadagen bundle" in unfolded(result.stdout)

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import BEST, run, sentence, succeed
+from command_line import BEST, run, sentence, succeed, unfolded
 from real_compilers import needs_nvcc, needs_nvrtc
 from sample_bundle import write_sample, write_trials
 from sample_trials import H100, PROBLEM, make_trial, times
 from test_recipes import forbid_work, recipe_of
 
 import hadagen
-from hadagen.cli import emit
+from hadagen.cli import best, emit
 from hadagen.compiler import recipes, toolchain
 from hadagen.compiler.recipes import Recipe, image_of
 from hadagen.compiler.toolchain import Toolchain
@@ -45,7 +45,7 @@ def test_best_prints_one_object(sample: Path) -> None:
 
 def test_best_says_how_a_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HADAGEN_BUNDLE", str(shipped()["sm90"]))
-    assert "elements a tile, starts early\n" in succeed(*BEST, "4096", "--rows", "1024")
+    assert "elements a tile, starts early measured" in unfolded(succeed(*BEST, "4096", "--rows", "1024"))
 
 
 def test_best_names_what_a_batch_invariant_call_runs(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,34 +63,45 @@ def test_best_names_what_a_batch_invariant_call_runs(sample: Path, monkeypatch: 
 
 def test_best_is_readable(sample: Path) -> None:
     text = succeed(*BEST, "256", "--inplace", "--rows", "32", "--device", H100.gpu)
+    asked, kernel, *_ = text.splitlines()
+    assert asked == f"n256-float16-accurate, 32 rows, in-place on {H100.gpu}"
+    assert kernel.startswith("kernel    ")
     assert "match     same-gpu" in text
-    assert "chunks=1 grid=tiles" in text
+    assert "knobs" not in text
+    assert "knobs     chunks=1 grid=tiles" in succeed(
+        *BEST, "256", "--inplace", "--rows", "32", "--device", H100.gpu, "--knobs"
+    )
     assert "time      2.00 µs for 8192 elements, 0.95 of a plain copy (1.90 µs)\n" in text
     assert f"measured  {H100.gpu}, driver 580.65, compiler 13.0.48" in text
+
+
+def test_best_names_gpus_as_they_are_spoken() -> None:
+    names = {"H100 80GB HBM3": "an", "A100-SXM4-40GB": "an", "RTX 4090": "an", "B200": "a", "Tesla V100": "a"}
+    assert [best._with_article(name) for name in names] == [f"{article} {name}" for name, article in names.items()]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), f"measured on {H100.gpu}, not on every GPU of sm90"),
-        (("--device", "NVIDIA H200"), f"measured on {H100.gpu}, not on NVIDIA H200"),
-        (("--device", "RTX"), f"measured on {H100.gpu}, not on RTX"),
-        (("--device", H100.gpu, "--rows", str(10**9)), "measured at 65536 elements, not at 256000000000"),
-        (("--rows", "1"), f"measured on {H100.gpu} at 8192 elements, not on every GPU of sm90 at 256"),
+        ((), "on this GPU: estimated from an H100 80GB HBM3"),
+        (("--device", "NVIDIA H200"), "on this GPU: estimated from an H100 80GB HBM3"),
+        (("--device", "RTX"), "on this GPU: estimated from an H100 80GB HBM3"),
+        (("--device", H100.gpu, "--rows", str(10**9)), "at 256000000000 elements: estimated from 65536 elements"),
+        (("--rows", "1"), "on this GPU at 256 elements: estimated from an H100 80GB HBM3 at 8192"),
     ],
 )
 def test_estimated_is_said_first(options: tuple[str, ...], said: str, sample: Path) -> None:
     _, first, *others = succeed(*BEST, "256", "--rows", "32", "--inplace", *options).splitlines()
-    assert first == f"estimated: {said}"
-    (time,) = [line for line in others if line.startswith("time")]
-    assert (f"elements on {H100.gpu}, 0." in time) == (f"on {H100.gpu}" in said)
+    assert first == f"not measured {said}"
+    assert (f"elements on {H100.gpu}, 0." in unfolded("\n".join(others))) == ("on this GPU" in said)
 
 
 def test_the_time_of_the_cost_model_is_not_told(sample: Path) -> None:
     trial = make_trial(environment=Environment(), provenance=Provenance.ESTIMATED)
     write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__, {})
     text = succeed(*BEST, "256", "--inplace")
-    assert "estimated: no GPU has timed it\nmatch     estimated\n" in text
+    assert "\nnot measured on any GPU: estimated by a cost model\nkernel " in text
+    assert "\nmatch      estimated\n" in text
     assert "µs" not in text
 
 
@@ -101,7 +112,7 @@ def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
     trial = replace(trial, timings=times({1 << 16: 2.0}))
     write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__, {})
     asked = ("best", "--arch", "sm90", "--n", "4096", "--dtype", "float32", "--rows", "8", "--inplace")
-    shown = succeed(*asked, "--pitched")
+    shown = unfolded(succeed(*asked, "--pitched"))
     assert f"65536 elements, rows of 3072 on {H100.gpu}, 0.95 of a plain copy" in shown
     assert json.loads(succeed(*asked, "--json"))["match"] == "generic"
 
