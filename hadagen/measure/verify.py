@@ -316,8 +316,8 @@ class Verifier:
         findings: _Findings,
     ) -> _Results:
         """The results of a kernel for the rows of a case: the bits of the transform; or codes [units, …] of each
-        `Problem.unit`, and their scales if groups have some; then the bits of what else it writes. All other memory
-        must be as it was before."""
+        `Problem.unit`, and their scales if groups have some; then the bits of the other operands that it writes. All
+        other memory must be as it was before."""
         x, form, (_, x_pitch, y_pitch) = case.bits, problem.io.form, arranged.rows
         source = self._rows(x, x_pitch, arranged.x_offset, is_output=in_place)
         source.view.copy_(x)

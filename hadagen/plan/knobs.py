@@ -418,7 +418,7 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 2 3 1 at its places and leaves 4 5 6 there, which mma(reg1) transforms with bit 7.
         # Parts of bfloat16 lose nothing of values whose 24 bits are all above 2^-133, the least bfloat16: values from
-        # 2^-110 on, or from 2^-106 if the first mma multiplies by 2^-4. Two tf32, of which the least is 2^-136, are
+        # 2^-110 on, or from 2^-106 if the first mma multiplies by 2^-4. Two tf32, the least being 2^-136, are
         # values rounded to 22 bits from 2^-114 on, or 2^-110. Of smaller values, the second tf32 is subnormal and cut
         # off.
         return [_wide_mma(register, problem, knobs, 1 + register) for register in (0, 1)]

@@ -173,7 +173,7 @@ def _lacking(c: Context, step: Step, carrier: str = "") -> str:
 
 @lru_cache(maxsize=64)
 def _fault(c: Context, grid: str, step: Step) -> str | None:
-    """What a step finds wrong with a plan where it comes after the load."""
+    """The fault of a plan in which a step comes right after the load; None if there is none."""
     plan = Draft(c.problem, 0, 0, 0, (Load("plain"), step), persistent=grid == "persistent")
     return next(step.faults(plan, 1), None)
 

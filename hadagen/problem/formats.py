@@ -81,8 +81,8 @@ class Format:
     rule: how the scale follows from amax, as `hadagen.rotate_quantize` says.
     rounded: values are rounded to the type of x before they are quantized, though the format does not ask for that.
     groups, rules, layouts: the possible values, the default first.
-    needs_scale: the caller gives a scale: of all values, of each head, or of all scales of groups.
-    by_head: it is one for each head, for as many equally long stretches of the rows of x.
+    needs_scale: a call gives a scale: for all values, for each head, or for all scales of groups.
+    by_head: a call gives a scale for each head. The rows of x are divided evenly among the heads.
     keeps_dimension: scales of rows are [..., 1] for x [..., columns], and not [...].
     """
 

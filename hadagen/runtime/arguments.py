@@ -12,7 +12,7 @@ from hadagen.errors import UsageError, names_like, shortened, shown
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_BOOLS = "bool", "torch.bool"  # of numpy and of PyTorch, of which both make an index
+_BOOLS = "bool", "torch.bool"  # the bools of numpy and of PyTorch, which both take for an index
 
 
 def as_int(value: Any) -> Any:

@@ -31,8 +31,7 @@ _ASKED = {"x": "inplace=True", "out": "out="}
 
 
 def register(name: str, schema: str, real: Any, fake: Any, autograd: Any = None, *tags: torch.Tag) -> Any:
-    """Define an operator. fake: the implementation for tensors without memory. autograd: None if it has no
-    derivatives."""
+    """Define an operator. fake: the implementation for tensors without memory. autograd: None without derivatives."""
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, real, "CompositeExplicitAutograd")
     if autograd is not None:

@@ -23,7 +23,7 @@ from hadagen.truth.accuracy import TORCH_DTYPE, relative_error, sample_scale
 # So many elements at least, because the error of few may be far above that of many.
 _ELEMENTS = 1 << 15
 _SEED = 1
-_FAR_OFF = 0x7F  # a byte of which a NaN or a large number is made
+_FAR_OFF = 0x7F  # this byte, repeated, is a NaN or a large number
 _UNITS = 3  # of a row of codes: an odd number of rows or groups of a problem
 
 

@@ -276,7 +276,7 @@ _format_of = functools.lru_cache(maxsize=256)(Format.choose)
 
 
 class After(NamedTuple):
-    """What is done with x: a rotation that is not transposed, and a quantizer if there is a format. tensor_scale: that
+    """The operation on x: a rotation that is not transposed, and a quantizer if there is a format. tensor_scale: that
     of the call, if the format needs one."""
 
     of: RotateArguments
@@ -285,7 +285,7 @@ class After(NamedTuple):
     tensor_scale: torch.Tensor | None = None
 
     def at(self) -> tuple[Any, ...]:
-        """As operators take it."""
+        """The fields as arguments of operators."""
         values, form = [*self.of], self.form  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
         options = *values[:6], self.of.scale, self.of.numerics, self.of.batch_invariant
         format_options = (form.name, form.group, form.rule, form.layout.value) if form else _NO_FORMAT
@@ -293,7 +293,7 @@ class After(NamedTuple):
 
     @classmethod
     def taken(cls, *options: Any) -> After:
-        """Of what an operator was given."""
+        """The operation that the arguments of an operator mean."""
         of: Any = *options[:6], False, *options[6:9]
         form = None if options[9:13] == _NO_FORMAT else _format_of(*options[9:13])
         return cls(RotateArguments(*of), form, *options[13:])
@@ -324,7 +324,7 @@ def check_arguments(x: torch.Tensor, of: RotateArguments, given: torch.Tensor | 
 
 
 def _checked(x: torch.Tensor, options: tuple[Any, ...]) -> tuple[RotateArguments, Format, bool, torch.Tensor | None]:
-    """What an operator was given, after `check_arguments`."""
+    """The operation that the arguments of an operator mean, field by field, after `check_arguments`."""
     of, form, round_first, given = After.taken(*options)
     check_arguments(x, of, given)
     assert form is not None

@@ -70,8 +70,8 @@ def _is_plain(of: RotateArguments) -> bool:
 
 
 def _run(x: torch.Tensor, of: RotateArguments, problem: Problem, inplace: bool) -> Run | None:
-    """What does all of it for tensors like x by one launch; None if there is no kernel, or it does not take x as it
-    lies."""
+    """The run of a kernel that does all of a rotation for tensors like x; None if there is no kernel, or it does not
+    take x as it lies."""
     if not calls.is_ready(x):
         return None
     what = number_of(of, x.shape[-1]), of.transposed, of.numerics, of.batch_invariant

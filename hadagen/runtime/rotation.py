@@ -442,7 +442,7 @@ class Rotation(SealedModule):
     def _options(
         self, x: torch.Tensor, transposed: bool, scale: float, numerics: str, batch_invariant: bool
     ) -> RotateArguments:
-        """What operators take. Raises `TensorError` if the buffers do not hold the values of such a rotation."""
+        """The arguments of operators. Raises `TensorError` if the buffers do not hold the values of such a rotation."""
         if is_dynamo_compiling() or not self._may_look(x):
             tensors = self._unchecked(x)
         else:

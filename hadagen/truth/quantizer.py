@@ -255,7 +255,7 @@ def _fp8_given(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given
 
 
 def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
-    """What is given is the largest magnitude of each head. Of next to nothing the scale is 1."""
+    """given: the largest magnitude of each head. If it is 1e-12 or less, the scale of the head is 1."""
     factors = torch.where(given > 1e-12, _tensor(448, x) / given, 1.0)
     return given, x * _of_rows(factors, len(x))[..., None]
 
@@ -354,7 +354,7 @@ def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: to
 def _nvfp4_transformer_engine(
     x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor
 ) -> Scaled:
-    """What is given is the largest magnitude of all values."""
+    """given: the largest magnitude of all values."""
     encoding = _encoding(given)
     scales = encode_e4m3(largest * (encoding * _tensor(1 / 6, x)))
     return scales, x * (1 / (scales.float() * (1 / encoding))).clamp(max=_FLOAT_MAX)

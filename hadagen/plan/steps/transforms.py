@@ -99,7 +99,7 @@ class Mma(Step):
     factor: int = 0
     # The operand is transposed first, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
     turned: bool = False
-    # Also sums over the blocks of a cluster, each of which has loaded the whole row: transforms the bits at cta too.
+    # Also sums over the blocks of a cluster, which have all loaded the whole row: transforms the bits at cta too.
     over_blocks: bool = False
     idle: int = 0  # how many of the first `operand_places` keep their bits as they are
 
