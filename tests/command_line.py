@@ -37,7 +37,6 @@ def machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatc
     hide_bundles(tmp_path, monkeypatch)
     monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.delenv("HADAGEN_DEBUG", raising=False)
-    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(measure, "device_environment", no_device)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
