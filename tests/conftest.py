@@ -45,7 +45,7 @@ os.umask(0o022)
 # PyTorch's threads wait for each other in a loop, which takes the CPU from other tests. Processes of tests inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Where it is set, commands fold their sentences as on a terminal. readline sets it for processes such as xdist's workers.
+# Commands fold their sentences where it is set, as readline sets it for processes such as xdist's workers.
 os.environ.pop("COLUMNS", None)
 
 # Databases wait for the disk at every commit, so temporary files go where there is none.
