@@ -20,7 +20,7 @@ from itertools import product
 import torch
 
 from hadagen.measure.device_operands import DeviceOperands, orthogonal_matrix
-from hadagen.measure.verify import _BITS, TORCH_DTYPE, Arrangement, Launchable, Verifier, _Findings, arrangements
+from hadagen.measure.verify import _BITS, TORCH_DTYPE, Arrangement, Case, Launchable, Verifier, _Findings, arrangements
 from hadagen.problem.formats import TENSOR, Element, Format
 from hadagen.problem.operands import OperandValues, verification_operands
 from hadagen.problem.problem import LARGE, Problem
@@ -120,14 +120,16 @@ class _Laws:
     ) -> torch.Tensor:
         bits = x.contiguous().view(_BITS[self._problem.io.input.bytes])
         given = self._operands if operands is None else operands
-        (out,) = self._verifier.run(self._kernel, self._problem, bits, given, way, in_place, self._findings)
+        case = Case(bits, bits, {}, {})
+        (out,) = self._verifier.run(self._kernel, self._problem, case, given, way, in_place, self._findings)
         return out.view(self._dtype)
 
     def _quantize(self, x: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Codes, and scales [rows, groups], None where these say nothing of rows."""
         bits = x.view(-1, self._problem.n).view(_BITS[self._problem.io.input.bytes])
         (way,) = arrangements(self._problem)
-        found = self._verifier.run(self._kernel, self._problem, bits, self._operands, way, False, self._findings)
+        case = Case(bits, bits, {}, {})
+        found = self._verifier.run(self._kernel, self._problem, case, self._operands, way, False, self._findings)
         return found[0], found[1] if form.group != TENSOR else None
 
     def _check_rows(self, x: torch.Tensor, y: torch.Tensor, way: Arrangement, in_place: bool, where: str) -> None:

@@ -138,7 +138,7 @@ def operand_sets(problem: Problem) -> list[OperandValues]:
     return sets
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """Rows that are repeated to any number. Their number is odd, so that neighboring tiles differ."""
 
     bits: torch.Tensor  # [rows, columns] int16 or int32
@@ -150,12 +150,12 @@ class _Case(NamedTuple):
         """The indices of `count` rows, repeated in turn."""
         return torch.arange(count, device=self.bits.device) % len(self.bits)
 
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> _Case:
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Case:
         """The same with all tensors changed."""
         inputs, written = (
             {name: change(each) for name, each in several.items()} for several in (self.inputs, self.written)
         )
-        return _Case(change(self.bits), change(self.reference), inputs, written)
+        return Case(change(self.bits), change(self.reference), inputs, written)
 
 
 class _CaseKey(NamedTuple):
@@ -170,7 +170,7 @@ class _CaseKey(NamedTuple):
 _Results = tuple[torch.Tensor, ...]
 # Constant rows with fewer columns than n are left out: their results have only a few values, and the rounding of so few
 # does not average out.
-_Cases = dict[_CaseKey, _Case]
+_Cases = dict[_CaseKey, Case]
 
 
 def _case_rows(problem: Problem) -> int:
@@ -195,7 +195,7 @@ def _cases(problem: Problem, operands: list[OperandValues]) -> _Cases:
                 reference = torch.from_numpy(exact[:, :columns].copy())
                 inputs = {each.name: _bits(problem, each.packed(problem, given[each.name])) for each in like_x}
                 written = {key: torch.from_numpy(one) for key, one in second.items()}
-                cases[_CaseKey(name, columns, position)] = _Case(bits, reference, inputs, written)
+                cases[_CaseKey(name, columns, position)] = Case(bits, reference, inputs, written)
     return cases
 
 
@@ -295,7 +295,7 @@ class Verifier:
         findings.outside += [torch.tensor(each.are_whole(), device=self._device) for each in given]
         return _answer(problem, findings)
 
-    def _errors(self, problem: Problem, results: _Results, case: _Case) -> list[torch.Tensor]:
+    def _errors(self, problem: Problem, results: _Results, case: Case) -> list[torch.Tensor]:
         """The errors of the results of a kernel for a case."""
         dtype, form = TORCH_DTYPE[problem.io.input], problem.io.form
         first = len(results) - len(case.written)
@@ -309,7 +309,7 @@ class Verifier:
         self,
         kernel: Launchable,
         problem: Problem,
-        case: _Case,
+        case: Case,
         operands: DeviceOperands,
         arranged: Arrangement,
         in_place: bool,
