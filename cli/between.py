@@ -1,4 +1,4 @@
-"""`hadagen bench between`: what calls lose between the element counts at which kernels were tuned."""
+"""`hadagen bench between`: how much time calls lose at sizes between those at which kernels were tuned."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Check:
 
 
 class NotOk(Exception):
-    """Raised by a check with two arguments: `MISSING`, `BROKEN` or `BUSY`, and what the check says."""
+    """Raised by a check. Its two arguments: `MISSING`, `BROKEN` or `BUSY`, and what the check says."""
 
 
 @click.command()

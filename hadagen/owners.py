@@ -64,7 +64,7 @@ def fault_of(path: str | os.PathLike[str], opened: os.stat_result | None = None)
 
 
 def fault_beside(path: Path, opened: os.stat_result, folder: Path) -> str:
-    """Why others could change a file although they cannot change what lies in `folder`; "" if they cannot.
+    """Why users who cannot change what lies in `folder` could change a file; "" if they could not.
 
     For what belongs to the code in the folder, which runs anyway, whoever owns it.
     """

@@ -179,7 +179,7 @@ class BundleEntry:
 
 
 class NoKernelError(StorageError):
-    """A bundle has no kernel of a digest. Where its entries named it, the file was replaced since: choose again."""
+    """A bundle has no kernel of a digest. If an entry named this digest, the file was replaced since: choose again."""
 
 
 # Raises `StorageError` if the file at a path must not be used, judged by its statement and its signatures.

@@ -66,7 +66,7 @@ def _table(selection: Mapping[WinnerCell, Trial]) -> tuple[list[str], list[dict[
 
 
 def check_table_place(path: str | os.PathLike[str]) -> None:
-    """Raises `StorageError` where no table can be written at `path`, or what is there is no table of hadagen."""
+    """Raises `StorageError` if no table can be written at `path`, or if another kind of file is there."""
     check_place(path, "a table of hadagen", lambda header: header.startswith(BEGINNINGS))
 
 

@@ -138,8 +138,8 @@ class Nvrtc:
 
 @functools.cache
 def stamp() -> str:
-    """A text that differs between NVRTC libraries, wherever they lie, for the one that `Nvrtc.find` would load; "" if
-    there is none. It is loaded only if the system's loader alone finds it."""
+    """A text that identifies the NVRTC library that `Nvrtc.find` would load, whatever its path; "" if there is none.
+    The library is loaded only if the system's loader alone finds it."""
     named = os.environ.get("HADAGEN_NVRTC")
     for look in (lambda: None, Nvrtc.find):  # what is loaded has a path
         with suppress(ToolchainError):

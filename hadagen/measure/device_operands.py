@@ -43,7 +43,7 @@ class Orthonormal(DeviceOperands):
     """Operands and a `scale` with which a transform is orthonormal. Values that it is applied to again and again, as
     kernels do when they are timed in place, stay as large as they are.
 
-    The matrix used for verification has no orthogonal rows, and its scale is rounded, so neither is used here.
+    Verification uses a matrix whose rows are not orthogonal, and a rounded scale. So neither is used here.
     """
 
     def __init__(self, problem: Problem, device: torch.device) -> None:

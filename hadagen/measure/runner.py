@@ -184,9 +184,9 @@ class DeviceRunner:
         """Verify variants whose problems differ in numerics only, then time them in turns with the other libraries and
         the copy.
 
-        cells: pairs of a cell and the indices, in `variants`, of those timed in it. Raises `DeviceError` if the worker
-        fails or takes longer than `COMPARISON_TIMEOUT_S`. If the device was busy or throttled meanwhile, a warning is
-        logged.
+        cells: each cell, and which variants are timed in it, as indices into `variants`. Raises `DeviceError` if the
+        worker fails or takes longer than `COMPARISON_TIMEOUT_S`. If the device was busy or throttled meanwhile, a
+        warning is logged.
         """
         kinds = {variant.problem.with_io(numerics=Numerics.ACCURATE).key for variant in variants}
         if len(kinds) != 1:

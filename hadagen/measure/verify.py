@@ -7,8 +7,8 @@ rows must give the very same bits, and so must a second run.
 A kernel that reads a `RowShape` is verified with rows of several shapes, and with poison between the rows too. If it
 read poison as anything but zeros, no result would be finite.
 
-A kernel with a matrix is verified with it transposed too, and one with signs without any too. Both must stay as they
-are, as x must out of place.
+A kernel that takes a matrix is verified with the transpose of the matrix too, and a kernel that takes signs is verified
+without signs too. No kernel may change its matrix or its signs, and out of place, it may not change x.
 """
 
 from __future__ import annotations

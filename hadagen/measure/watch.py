@@ -1,6 +1,6 @@
 """`Watch`: the worker process says that it moves on, so that a kernel that hangs is noticed early.
 
-A timeout for all of a request has to allow for the slowest of right kernels. So the worker tells the asking side while
+A timeout for a whole request has to allow for the slowest correct kernel. So the worker tells the asking side while
 a kernel may be on the device (`Watch.on`), and then whenever the device has finished something, or the host has queued
 more (`Watch.beat`). What the device finishes between two beats takes milliseconds: a few launches, or one replay of a
 graph. A kernel would have to be thousands of times slower than a copy to be silent for seconds.

@@ -247,8 +247,8 @@ class Problem:
         """The problem whose output has the type of its input, or is quantized to a format. Raises `UsageError`, as
         `Transform` and `Io` do.
 
-        to: a format as in a `key`, or its name as in `hadagen.rotate_quantize`; with the name, group, rule, layout and
-            round_first as there, and the elements of the rows of x as columns, by default n.
+        to: a format as in a `key`, or its name as in `hadagen.rotate_quantize`. With a name, group, rule, layout and
+            round_first mean what they mean there, and columns is the number of elements in a row of x, n by default.
         """
         output: Any = dtype if to is None else to
         transform = Transform(n, order, signed, swapped)

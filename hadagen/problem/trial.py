@@ -56,7 +56,8 @@ class Environment:
     """The device and software a trial ran on.
 
     `gpu`: the name of its class (`hadagen.gpu.gpu_class`); "" for an estimate, which ran on no device. Clocks are the
-    maximum clocks. `memory_bytes` (up to whole GiB), `power_limit_watts`: 0 if they are not known, as in older trials.
+    maximum clocks. `memory_bytes` is rounded up to whole GiB. `memory_bytes` and `power_limit_watts` are 0 if they are
+    not known, as in older trials.
     """
 
     gpu: str = ""

@@ -1,1 +1,1 @@
-"""Choosing, loading and launching kernels: all that a program needs that calls `hadagen.hadamard_transform`."""
+"""Choosing, loading and launching kernels: all that a call of `hadagen.hadamard_transform` needs."""

@@ -44,7 +44,7 @@ BATCH_INVARIANT = os.environ.get("HADAGEN_BATCH_INVARIANT", "") not in ("", "0")
 
 
 class Match(str, Enum):
-    """How well an entry matches the device, best first."""
+    """How well an entry matches the device, from best to worst."""
 
     SAME_GPU = "same-gpu"  # measured on a GPU of this class
     SAME_MODEL = "same-model"  # measured on such a GPU with another power limit, clock or memory
@@ -72,8 +72,8 @@ def entries_by_size(
 ) -> tuple[Match, dict[int, BundleEntry]]:
     """How well the best entries of a bundle match, and these entries by element count, ascending.
 
-    Only the element count decides among these entries. All are of one GPU, because winners were compared at the counts
-    of their GPU. With GENERIC there are no entries.
+    Only the element count decides among these entries. All are of one GPU, because each GPU has its own element counts,
+    at which its winners were compared. With GENERIC there are no entries.
     """
     fitting = [entry for entry in entries if entry.problem == problem and entry.destination is destination]
     candidates = [(match, entry) for entry in fitting if (match := match_of(entry, device)) is not Match.GENERIC]

@@ -31,8 +31,8 @@ def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
     """Whether a kernel's results are within the error bound of the problem, out of place and in place: for whole tiles
     and a ragged one, more tiles than the GPU holds at once if blocks loop over tiles, for whole rows and rows that are
     cut short if the kernel reads such rows, for a matrix and its transpose if it takes one, and for large values unless
-    a prologue may make them larger. Codes and scales must stand for the exact values as well as those of the quantizer
-    in PyTorch, but for the error bound.
+    a prologue may make them larger. Codes and scales may represent the exact values less well than those of PyTorch's
+    quantizer do, but only within the error bound.
 
     Runs on the current stream of the kernel's device, which must be the current device and must not capture a graph.
     Waits for it. PyTorch's random numbers stay as they are. Raises `DriverError` if a launch fails, and PyTorch's

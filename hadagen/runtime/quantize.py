@@ -80,9 +80,9 @@ def rotate_quantize(
     rule: how a scale follows from amax, the largest magnitude of its group; None is the default of the format.
     layout: the layout of the scales, "row-major", "column-major", "packed", "swizzled" or "batched-swizzled".
     tensor_scale: for fp8-tensor the scale of all values; for nvfp4 the scale of all scales, or with the rule
-        transformer_engine the amax of all values. A number, or float32 with one element on x's device. For fp8-head the
-        scale of each head, or with the rule fa3 the amax of each head: float32 on x's device, with the shape
-        x.shape[:k] of k ≥ 1 leading dimensions.
+        transformer_engine the amax of all values. A number, or float32 with one element on x's device. For fp8-head,
+        one value for each head: its scale, or its amax if the rule is fa3. These values are float32 on x's device, with
+        the shape x.shape[:k] of k ≥ 1 leading dimensions.
     round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
     gradient: whether the result of `dequantize` has gradients, if x requires one. The rotation is then computed twice,
         and its float32 values are kept.

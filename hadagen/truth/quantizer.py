@@ -399,7 +399,8 @@ def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = ()) -> torch.Tensor:
-    """Scales [rows, groups] in their layout. matrices: how many have these rows, for batched-swizzled, by dimension."""
+    """Scales [rows, groups] in their layout. matrices: for batched-swizzled, the leading sizes of a batch of matrices
+    that have these rows together."""
     if layout is Layout.ROW_MAJOR:
         return scales.contiguous()
     if layout is Layout.PACKED:

@@ -88,7 +88,7 @@ class Mirror(AbstractContextManager["Mirror"]):
         self._store.patiently(lambda: study.set_user_attr(name, value))
 
     def add(self, results: Iterable[tuple[optuna.Study, FrozenTrial]], *, missing: bool = False) -> None:
-        """Add finished trials to their studies; with `missing` only those whose knobs no trial of the study has."""
+        """Add finished trials to their studies; with `missing`, leave out those whose knobs their study has already."""
         by_study: dict[int, list[FrozenTrial]] = defaultdict(list)
         for study, trial in results:
             by_study[study._study_id].append(trial)

@@ -447,7 +447,7 @@ class Draft:
 
     @property
     def folds_scale(self) -> bool:
-        """Whether values are multiplied by what is left of the scale only as they are quantized."""
+        """Whether the step that quantizes also multiplies by the scale, or by what is left of it."""
         return self.steps[-1].folds
 
     @property
@@ -481,8 +481,8 @@ class Draft:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the last tile may be partly beyond the end of the array: if a tile holds several `Problem.unit`s, and
-        an array any number."""
+        """Whether the last tile may reach beyond the end of the array. It may if a tile holds several `Problem.unit`s,
+        because an array may hold any number of them."""
         return self.tile_elements > self.problem.unit
 
     @property

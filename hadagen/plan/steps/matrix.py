@@ -65,8 +65,8 @@ class Columns(Step):
 
     An mma whose left operand is H transforms four bits, and a second one in the same accumulator a fifth. The next
     bits, which number the vectors of a thread, are transformed by add and subtract. An mma leaves the
-    values of two neighboring rows of X in one column in a thread. Rounded, they are a word of a right operand of
-    `Matrix`.
+    values of two neighboring rows of X in one column in a thread. Once rounded, these two values form a word of
+    a right operand of `Matrix`.
     """
 
     name = "Columns"

@@ -1,8 +1,8 @@
 """Steps that quantize: the largest magnitude of each group, then codes and scales.
 
 A group is so many neighboring elements of a row. The digits of an index that tell its elements apart may live in any
-place of a block. Those at places of a thread are told apart by the number of a value in it, `value`: its lowest bit is
-`pair`, and the next ones are those of the register.
+place of a block. The digits at places of a thread are digits of `value`, the number of a value in its thread: the
+lowest bit of `value` is `pair`, and the next ones are those of the register.
 """
 
 from __future__ import annotations

@@ -82,9 +82,10 @@ class Mma(Step):
     """Transforms the four bits at {pair, lane0, lane1, reg}, or all but the first `idle` of them, multiplies by a
     factor of the scale, and applies `MMA_MOVES`.
 
-    It takes packed values or fp16 as they are, or fp32 as a sum of `parts` of the type of its `operand`. It leaves the
-    type of its accumulators: fp32, or 16 bits (float16 only). All four bits must be bits of the row, also those that
-    are idle. Otherwise rows would meet in a sum with weight 0, and an infinity in one row would make its neighbors NaN.
+    It takes packed values or fp16 as they are, and each fp32 as a sum of `parts` values of the type that `operand`
+    names. It leaves the type of its accumulators: fp32, or 16 bits (float16 only). All four bits must be bits of the
+    row, also those that are idle. Otherwise rows would meet in a sum with weight 0, and an infinity in one row would
+    make its neighbors NaN.
     """
 
     name = "Mma"

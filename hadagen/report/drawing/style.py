@@ -64,8 +64,8 @@ def new_figure(title: str, x_label: str, y_label: str, *, width: int = WIDTH, he
 
 
 def powers_within(values: Iterable[int], most: int) -> list[int]:
-    """Powers of two from the least to the largest value, each the same number of times its neighbor; `most` of them at
-    most."""
+    """At most `most` powers of two, from about the least value to about the largest. Each is the one before times the
+    same factor."""
     known = list(values)
     powers = [1 << k for k in range(min(known).bit_length() - 1, max(known).bit_length() + 1)]
     return powers[:: -(-len(powers) // most)]

@@ -1,6 +1,6 @@
 """Kernels that quantize may round between steps if they are "fast", and keep 16 bits if they are "accurate". Before,
 all that could round were "accurate", and "fast" ones rounded more often. Where none can round, there is no "fast" any
-more; what was measured as such counts as wrong. Seals cover the key of a problem, so they are emptied."""
+more; what was measured as such counts as wrong. Seals cover the key of a problem, so all these trials lose theirs."""
 
 import re
 
