@@ -265,7 +265,7 @@ def test_estimated_is_said_wherever_such_winners_are_shown(monkeypatch: pytest.M
     path = shipped()["sm80"]
     monkeypatch.setenv(bundles.VARIABLE, str(path))
     best = succeed("best", "--arch", "sm80", "--n", "4096", "--dtype", "float16", "--rows", "1000").splitlines()
-    assert best[1] == "estimated: no GPU has timed it"
+    assert best[1] == "not measured on any GPU: estimated by a cost model"
     assert {"match     estimated", "time      not measured", "error     not measured"} <= set(best)
     assert best[-1].startswith("estimated compiled where it is called, 20")
     none = succeed("best", "--arch", "sm80", "--n", "65536", "--rows", "8")
