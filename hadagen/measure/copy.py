@@ -11,6 +11,7 @@ from string import Template
 
 from hadagen.measure.cells import Traffic
 from hadagen.problem.launch import PARAMS, LaunchSpec, Param, Source
+from hadagen.problem.operands import PROLOGUES
 from hadagen.templates import read_texts
 
 # (threads of a block, 16-byte vectors of a thread)
@@ -18,10 +19,11 @@ SHAPES = ((128, 1), (1024, 1), (512, 2), (256, 4))
 CODES_SHAPES = ((128, 1), (256, 1), (1024, 1), (256, 2), (512, 2), (256, 4))
 CODES_PARAMS = (Param("void*", "scales"), Param("u32", "codes_of_vector"), Param("u32", "vectors_of_scales"))
 BUFFERS_PARAMS = (
-    Param("void*", "scales"),
+    *CODES_PARAMS,
     Param("const void*", "more_x"),
     Param("void*", "more_y"),
-    *(Param("u32", name) for name in ("codes_of_vector", "vectors_of_scales", "inputs", "outputs")),
+    Param("u32", "inputs"),
+    Param("u32", "outputs"),
 )
 _VECTOR_ELEMENTS = 8
 _VECTOR_BYTES = 16
@@ -46,20 +48,21 @@ def copy_numbers(traffic: Traffic) -> dict[str, int]:
 
 
 def copy_sources() -> tuple[Source, ...]:
-    """The copy kernels to build and to hand to `DeviceRunner`."""
+    """The copy kernels to build and to hand to `DeviceRunner`. Copies of several buffers are among them only if a
+    prologue is registered, because only kernels with a prologue are compared with them."""
     texts = read_texts("device")
-    plain, codes, buffers = (Template(texts[name]) for name in ("copy.cu", "copy_codes.cu", "copy_buffers.cu"))
-    return (
-        *(_source(plain, "copy", threads, vectors) for threads, vectors in SHAPES),
-        *(_source(codes, "copy_codes", threads, vectors, CODES_PARAMS) for threads, vectors in CODES_SHAPES),
-        *(_source(buffers, "copy_buffers", threads, vectors, BUFFERS_PARAMS) for threads, vectors in CODES_SHAPES),
-    )
+    plain, codes = (Template(texts[name]) for name in ("copy.cu", "copy_codes.cu"))
+    kinds = [("copy", plain, SHAPES, ()), ("copy_codes", codes, CODES_SHAPES, CODES_PARAMS)]
+    if PROLOGUES:
+        kinds.append(("copy_buffers", codes, CODES_SHAPES, BUFFERS_PARAMS))
+    return tuple(_source(template, name, *shape, more) for name, template, shapes, more in kinds for shape in shapes)
 
 
-def _source(template: Template, name: str, threads: int, vectors: int, more: tuple[Param, ...] = ()) -> Source:
+def _source(template: Template, name: str, threads: int, vectors: int, more: tuple[Param, ...]) -> Source:
     entry = f"{name}_{threads}x{vectors}"
     tile = threads * vectors
-    text = template.substitute(entry=entry, threads=threads, vectors=vectors, tile_vectors=tile)
+    several = int(more == BUFFERS_PARAMS)
+    text = template.substitute(entry=entry, threads=threads, vectors=vectors, tile_vectors=tile, several=several)
     launch = LaunchSpec(
         threads, 1, shared_bytes=0, tile_elements=tile * _VECTOR_ELEMENTS, persistent=False, params=(*PARAMS, *more)
     )
