@@ -17,7 +17,16 @@ from hadagen.problem.operands import Prologue, sizes_for
 from hadagen.problem.problem import LEAST_GROUP, Problem
 from hadagen.runtime import calls
 from hadagen.runtime.calls import ALIGNMENT, Output, Run, check_apart, needs_derivative, rotation_problem, span
-from hadagen.runtime.checks import check_alike, check_is_tensor, check_writable, is_functional, kind_of, plain, shape_of
+from hadagen.runtime.checks import (
+    check_alike,
+    check_is_tensor,
+    check_same_device,
+    check_writable,
+    is_functional,
+    kind_of,
+    plain,
+    shape_of,
+)
 from hadagen.runtime.operators import register
 from hadagen.runtime.rotate_arguments import RotateArguments, check
 from hadagen.runtime.rotate_operator import check_whole, rotated
@@ -319,8 +328,8 @@ def check_arguments(x: torch.Tensor, of: RotateArguments, given: torch.Tensor | 
     """Raises `TensorError` for arguments on different devices, because kernels would read other memory."""
     check(x, of)
     check_whole(of)
-    if given is not None and given.device != x.device:
-        raise TensorError(f"tensor_scale is on {given.device} but x on {x.device}; move one of them with .to")
+    if given is not None:
+        check_same_device("tensor_scale", given.device, "x", x.device, "move one of them with .to")
 
 
 def _checked(x: torch.Tensor, options: tuple[Any, ...]) -> tuple[RotateArguments, Format, bool, torch.Tensor | None]:
