@@ -171,21 +171,6 @@ def test_the_readme_and_the_picture_are_up_to_date() -> None:
     assert refresh.outdated() == [], "run: make docs"
 
 
-@pytest.mark.parametrize(
-    "picture", [files.PICTURE, files.SEARCH_PICTURE, files.ACTIVATIONS_PICTURE], ids=lambda p: p.stem
-)
-def test_a_picture_is_legible_on_light_and_dark_pages(picture: Path) -> None:
-    def luminance(color: str) -> float:
-        parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        return sum(w * ((c + 0.055) / 1.055) ** 2.4 for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
-
-    colors = set(re.findall("#[0-9a-f]{6}", picture.read_text(encoding="utf-8")))
-    assert len(colors) > 2
-    for color in colors:
-        dark, own, light = sorted([luminance("#0d1117"), luminance(color), 1.0])
-        assert min((light + 0.05) / (own + 0.05), (own + 0.05) / (dark + 0.05)) > 3, color
-
-
 def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     assert refresh.outdated() == ["README.md", "performance.md", "api.md", "speed.svg"]
