@@ -407,14 +407,14 @@ def estimated(trials: list[Trial]) -> tuple[Trial, ...]:
 
 
 def test_estimates_are_never_called_timed() -> None:
-    page = report_page(Source("tuning database", "x", winners_of(trials := estimated(sample_trials())), trials))
+    page = report_page(Source("tuning database", "x", winners_of(trials := estimated(sample_trials(8))), trials))
     own = page[page.index("<h1>") : page.index('id="data"')]
     assert "timed" not in own
     assert "measured" not in own
     assert "kernels for contiguous rows are estimated to run at" in own
-    assert "From 80 estimated trials." in own
-    measured = report_page(Source("tuning database", "x", winners_of(both := tuple(sample_trials())), both))
-    assert "From 80 timed trials." in measured
+    assert "From 28 estimated trials." in own
+    measured = report_page(Source("tuning database", "x", winners_of(both := tuple(sample_trials(8))), both))
+    assert "From 28 timed trials." in measured
     assert "kernels for contiguous rows run at" in measured
 
 

@@ -64,7 +64,6 @@ class OverSizes:
     shown: Shown
     series: str
     n: int
-    size: str  # `size_name` of the problem
     problem: str
     cache: str
     l2_elements: float
@@ -137,7 +136,7 @@ def speed_over_sizes(winners: Iterable[BundleEntry]) -> list[OverSizes]:
         entry = time.entry
         key = device_name(entry.gpu, entry.arch), entry.problem, entry.destination, time.cache
         if key not in lines:
-            head = series_name(entry.problem), entry.problem.n, size_name(entry.problem), entry.problem.key
+            head = series_name(entry.problem), entry.problem.n, entry.problem.key
             lines[key] = OverSizes(_shown(entry), *head, time.cache.value, l2_elements=_l2_elements(entry))
         line = lines[key]
         if entry.elements in line.elements[-1:]:

@@ -153,32 +153,22 @@ def _sections(source: Source, lines: Sequence[OverSizes], compared: Comparison |
 
 
 def _compared(compared: Comparison) -> Section:
-    head = (
-        ("problem", False),
-        ("GPU", False),
-        ("is", False),
-        ("cells", True),
-        ("factor", True),
-        ("from", True),
-        ("to", True),
-    )
+    numbers = "factor", "least", "largest", "cells"
     lines = [
         (
             each.problem,
-            each.device,
             each.verdict,
-            *(
-                (f"{each.cells:,}", *(f"{value:.3f}" for value in (each.factor, each.least, each.largest)))
-                if each.cells
-                else "––––"
-            ),
+            *(f"{getattr(each, name):.3f}" if each.cells else "–" for name in numbers[:3]),
+            f"{each.cells:,}",
+            each.device,
         )
         for each in compared.problems
     ]
     text = (
-        "The time of the second over that of the first, in the geometric mean over the cells that both have, and where "
-        "it is least and largest. More than 1 means that the first is faster. The slowest come first."
+        "The factor is the time of the second over that of the first, in the geometric mean over the cells that both "
+        "have. More than 1 means that the first is faster. The slowest come first."
     )
+    head = [("problem", False), ("is", False), *((name, True) for name in numbers), ("GPU", False)]
     return Section("Comparison", text, tables=[Table(head, lines)])
 
 
@@ -396,7 +386,7 @@ def _line(line: OverSizes) -> dict[str, Any]:
 
 def _microseconds(mean: Mean) -> str:
     """The times of a mean, such as "0.88–2.1 µs"."""
-    return f"{'–'.join(dict.fromkeys(f'{us:.3g}' for us in (mean.least_us, mean.largest_us)))} µs"
+    return f"{'–'.join(dict.fromkeys(f'{us:#.3g}'.rstrip('.') for us in (mean.least_us, mean.largest_us)))} µs"
 
 
 def _lowest(effects: Effects) -> float:
