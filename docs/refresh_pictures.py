@@ -3,7 +3,8 @@
 The background is transparent, and every color is legible on white and on the dark pages of GitHub.
 
 The picture of activations divides the largest magnitude of each channel by the RMS of all inputs of the layer. The
-file `data/quarot.json` has these in "inputs" and "rms", by "False" and "True": `"rms": {"False": 1.9, "True": 1.9}`.
+file `data/quarot.json` has these in "inputs" and "rms", both without and then with rotation, by the same two names:
+`"inputs": {"none": [0.99, …], "rows": [5.8, …]}, "rms": {"none": 1.9, "rows": 1.9}`.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def draw_activations(layer: Mapping[str, Any], path: Path, description: str) -> 
     pyplot = _pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(8, 2.8), layout="constrained", sharey=True)
     unit = " / RMS" if "rms" in layer else ""
-    shown = ("as they are", "False", COLORS[0]), ("rotated", "True", COLORS[2])
-    for panel, (title, rotated, color) in zip(panels, shown, strict=True):
-        ratios = [peak / (layer["rms"][rotated] if unit else 1) for peak in layer["inputs"][rotated]]
+    titles = "as they are", "rotated"
+    for panel, title, (way, peaks), color in zip(panels, titles, layer["inputs"].items(), COLORS[::2], strict=True):
+        ratios = [peak / (layer["rms"][way] if unit else 1) for peak in peaks]
         panel.plot(ratios, color=color, linewidth=1)
         panel.set_title(f"{title}: at most {max(ratios):,.0f}", fontsize=10, loc="left")
         panel.set_xlabel(f"channel of the inputs of {layer['layer']}")
