@@ -448,8 +448,8 @@ def test_two_sources_are_compared_problem_by_problem() -> None:
     assert (faster.factor, faster.least, faster.largest) == (pytest.approx(2.0), 1.0, 4.0)
     mean = geometric_mean([1, 4, 0.5, 0.5, 1.01, 1])
     assert found.summary == (
-        f"a.db is {mean:.3f} times as fast as b.db, in the geometric mean of 6 cells: 1 problems are faster, 1 slower, "
-        "1 within 2%, 1 only in the first, and 1 only in the second."
+        f"a.db is {mean:.3f} times as fast as b.db, in the geometric mean of 6 cells; problems: 1 faster, 1 slower, "
+        "1 within 2%, 1 only in the first, 1 only in the second."
     )
 
 
@@ -458,7 +458,9 @@ def test_a_page_begins_with_the_comparison(tmp_path: Path) -> None:
     slow = [replace(t, timings=tuple(replace(each, us=2 * each.us) for each in t.timings)) for t in trials]
     ours, theirs = recorded(tmp_path / "a.db", *trials), recorded(tmp_path / "b.db", *slow)
     said = succeed("report", ours, "--against", theirs, "-o", tmp_path / "report.html").splitlines()
-    assert said[0].startswith("a.db is 2.000 times as fast as b.db, in the geometric mean of 12 cells: 4 problems are")
+    assert said[0].startswith(
+        "a.db is 2.000 times as fast as b.db, in the geometric mean of 12 cells; problems: 4 faster, "
+    )
     page = (tmp_path / "report.html").read_text()
     assert f"<h1>{said[0]}</h1>" in page
     assert headings(page)[0] == "Comparison"

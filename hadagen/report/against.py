@@ -88,7 +88,7 @@ def _summary(here: Source, there: Source, compared: Iterable[Compared], factors:
     estimated = any(each.provenance is Provenance.ESTIMATED for each in (*here.winners, *there.winners))
     return (
         f"{names[0]} is {'estimated to be ' if estimated else ''}{geometric_mean(factors):.3f} times as fast as "
-        f"{names[1]}, in the geometric mean of {len(factors):,} cells: {counts['faster']:,} problems are faster, "
+        f"{names[1]}, in the geometric mean of {len(factors):,} cells; problems: {counts['faster']:,} faster, "
         f"{counts['slower']:,} slower, {counts['alike']:,} within {ALIKE - 1:.0%}, {counts[VERDICTS[3]]:,} only in the "
-        f"first, and {counts[VERDICTS[4]]:,} only in the second."
+        f"first, {counts[VERDICTS[4]]:,} only in the second."
     )
