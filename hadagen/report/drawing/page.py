@@ -179,7 +179,7 @@ def _speed(source: Source, lines: Sequence[OverSizes]) -> Iterator[Section]:
         "the time of a copy of the same bytes over theirs, in the geometric mean over sizes. 1 is as fast as a copy, "
         "and more is better. Below stand the times of one launch at the smallest and at the largest size."
     )
-    if facts.head_of(source).estimated or any(not entry.gpu for entry in source.winners):
+    if facts.head_of(source).estimated:
         text += " Times estimated for an arch come from a cost model; no kernel ran there."
     yield Section("Your n", text, speeds=found)
     names = [name for name in SERIES if any(each.series == name for each in found)]
