@@ -118,9 +118,11 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: the plan loads nothing")
     if plan.min_blocks < 1:
         raise UsageError(f"{name}: min_blocks = {plan.min_blocks}; an SM holds one block at least")
-    for at, step in enumerate(plan.steps):
-        if unknown := {*step.places, *step.moves} - set(plan.before(at).axes):
+    placement = plan.loaded
+    for step in plan.steps:
+        if unknown := {*step.places, *step.moves} - set(placement.axes):
             raise UsageError(f"{name}: {step.name} names {min(unknown)}, which the tile lacks")
+        placement = step.placed(placement, plan)
     exact, done = True, set[Axis]()
     for at, step in enumerate(plan.steps):
         if why := _fault(plan, at, exact=exact, done=done):
