@@ -60,7 +60,7 @@ def generated() -> dict[Path, dict[str, str]]:
     times = read_times() if all(path.exists() for path in sources()) else None
     return {
         files.README: {"speed": speed(times) if times else files.NO_DATA},
-        files.QUANTIZATION: {"attention": attention_table(), "models": models_table()},
+        files.FORMATS: {"attention": attention_table(), "models": models_table()},
         files.PERFORMANCE: {
             "libraries": numbers(times) if times else files.NO_DATA,
             "h200": h200_table(),

@@ -83,7 +83,7 @@ OURS = "ours.csv"  # in place of what the shipped bundle has
 PARTS = {
     "README.md": ("speed",),
     "api.md": ("api",),
-    "quantization.md": ("attention", "models"),
+    "formats.md": ("attention", "models"),
     "performance.md": (
         "calls",
         "libraries",
@@ -103,7 +103,7 @@ PARTS = {
         "pitched",
     ),
     "experiments.md": ("choices", "pruned"),
-    "search.md": ("search",),
+    "comparing-searches.md": ("search",),
     "searching.md": ("knobs",),
     "fleets.md": ("fleet",),
     "reliability.md": tuple(PROMISES),
@@ -304,7 +304,7 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     assert "| W8A4 | 4866 | 41.8 | 50% | 50% |" in models
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
-    assert models in (documents / "quantization.md").read_text()
+    assert models in (documents / "formats.md").read_text()
     ElementTree.fromstring(files.ACTIVATIONS_PICTURE.read_bytes())
     assert refresh.outdated() == []
     files.QUAROT.write_text(json.dumps({"rows": rows, "inputs": {"False": [1.0], "True": [1.0]}}))
@@ -413,7 +413,7 @@ def test_the_curves_of_searches(drawn: Path) -> None:
         "kernel_tuner_others": {"mls": 0.9312},
     }
     files.SEARCH.write_text(json.dumps(data))
-    assert refresh.outdated() == ["search.md", "search.svg"]
+    assert refresh.outdated() == ["comparing-searches.md", "search.svg"]
     refresh.main([])
     assert refresh.outdated() == []
     text = files.SEARCH_PAGE.read_text()
@@ -423,7 +423,7 @@ def test_the_curves_of_searches(drawn: Path) -> None:
     assert "after the budget: mls 0.931." in text
     ElementTree.fromstring(files.SEARCH_PICTURE.read_bytes())
     files.SEARCH.write_text(json.dumps({**data, "seeds": 10}))
-    assert refresh.outdated() == ["search.md", "search.svg"]
+    assert refresh.outdated() == ["comparing-searches.md", "search.svg"]
 
 
 def test_a_comparison_without_recordings_or_kernel_tuner_says_so(
@@ -475,7 +475,7 @@ def test_what_a_document_names_is_there(name: str) -> None:
 
 
 def test_the_architecture_names_every_module() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     modules = [path.stem for path in (ROOT / "hadagen").glob("*.py") if path.stem != "__init__"]
     rooms = [path.parent.name for path in (ROOT / "hadagen").glob("*/__init__.py")]
     missing = [name for name in [*modules, *rooms, "cli", "templates", "tuning_db"] if f"`{name}`" not in text]
