@@ -42,6 +42,7 @@ def commands(target: str, venv: Path, *variables: str) -> str:
         ("torch-test", {"tune", "nvrtc", "fleet", "report", "sign", "test"}),
         ("lint", {"tune", "fleet", "report", "sign", "test", "lint"}),
         ("docs", {"docs"}),
+        ("site", {"docs"}),
         ("release", {"sign"}),
         ("setup", {"tune", "nvrtc", "fleet", "report", "sign", "test", "lint", "docs"}),
     ],
