@@ -13,8 +13,8 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `data/sanitizer_h200.csv` by `ci/sanitize.py`, `data/fleet.json` by `simulate_fleet.py`, and `data/tunes_h200.csv` by
 `compare_tunes.py`. `data/fleet_h100.json` has the trials of one GPU and of two in the same time, by the command that it
 names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`.
-Our times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking
-does not.
+Our times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install '.[docs]'); checking does
+not.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
 modules `refresh_*.py` make the parts.
