@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -507,8 +508,10 @@ PAGES = [path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] i
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_code_of_every_page_runs(page: Path) -> None:
+def test_the_code_of_every_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the page, but for blocks that say that they need a GPU."""
+    # Inductor would compile C++ for half a minute.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     names: dict[str, Any] = {}
     torch.manual_seed(0)
     for needs, code in re.findall("(<!-- needs a GPU -->\n)?```python\n(.*?)```", page.read_text(), re.DOTALL):
