@@ -27,6 +27,7 @@ from pathlib import Path
 
 import refresh_files as files
 from refresh_api import api
+from refresh_compared import compared_table
 from refresh_fleet import fleet_numbers
 from refresh_formats import (
     accurate_codes_table,
@@ -81,6 +82,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "signs": signs_table(),
             "between": between_table(),
         },
+        files.COMPARED: {"compared": compared_table(times)},
         files.API: {"api": api()},
         files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},
         files.SEARCH_PAGE: {"search": search_numbers()},

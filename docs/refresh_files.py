@@ -46,6 +46,7 @@ API = DOCS / "api.md"
 SEARCHING = DOCS / "internals" / "searching.md"
 EXPERIMENTS = DOCS / "internals" / "experiments.md"
 FORMATS = DOCS / "formats.md"
+COMPARED = DOCS / "compared.md"
 
 # What tests and `ci/sanitize.py` found, and what two tunes chose (`compare_tunes.py`).
 RELIABILITY = DOCS / "reliability.md"

@@ -24,6 +24,7 @@ import refresh_speed_tables
 import refresh_times
 import sanitize
 import torch
+from refresh_compared import compared_table
 from refresh_fleet import fleet_numbers
 from refresh_formats import accurate_codes_table
 from refresh_other_tables import invariant_table, knobs_table
@@ -99,6 +100,7 @@ PARTS = {
         "pitched",
     ),
     "measurements.md": ("rotations", "parts", "quantized_parts", "signs", "between"),
+    "compared.md": ("compared",),
     "experiments.md": ("choices", "pruned"),
     "comparing-searches.md": ("search",),
     "searching.md": ("knobs",),
@@ -170,8 +172,8 @@ def test_the_readme_and_the_picture_are_up_to_date() -> None:
 
 def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
-    assert refresh.outdated() == ["README.md", "performance.md", "api.md", "speed.svg"]
-    with pytest.raises(SystemExit, match=r"README.md, performance.md, api.md, speed.svg: out of date"):
+    assert refresh.outdated() == ["README.md", "performance.md", "compared.md", "api.md", "speed.svg"]
+    with pytest.raises(SystemExit, match=r"README.md, performance.md, compared.md, api.md, speed.svg: out of date"):
         refresh.main(["--check"])
     refresh.main([])
     assert refresh.outdated() == []
@@ -195,6 +197,8 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     assert max(map(len, re.findall("^[^|!].*", readme, re.MULTILINE))) <= 120
     assert "| 64 K elements, in L2: fast | – | 0.10 | – | – | – | – | – | 0.10 |" in performance
     assert "| 64 K elements, in L2: hadagen, fast | – | 1.00 | – | – | – | – | – | 1.00 |" in performance
+    compared = (documents / "compared.md").read_text()
+    assert "| HadaCore | the transform, `accurate` | H100 | 1.00 | 1.00 | 1.00 | 6 |" in compared
     picture = (documents / "speed.svg").read_bytes()
     ElementTree.fromstring(picture)
     refresh.main([])
@@ -323,6 +327,8 @@ def test_what_limits_rotations(documents: Path) -> None:
     assert "| 3584 = 28 · 128 | 0.50 / 0.62 / 0.80 / 1.00 |" in parts_table()
     assert "| 3584 = 28 · 128 | – | 2.50 | – | 8.00 |" in products_table()
     assert "`accurate` is 2.5 times as fast as two products, and 8.0 times as one" in products_table()
+    beside = "| PyTorch, two products | a rotation with a matrix, `accurate` | H200 | 2.50 | 2.50 | 2.50 | 1 |"
+    assert beside in compared_table(None)
 
 
 def test_what_lies_between(drawn: Path) -> None:
