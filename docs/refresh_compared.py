@@ -20,7 +20,7 @@ def compared_table(times: Times | None) -> str:
             found[name, "the transform, `accurate`", "H100"] = [times[name][cell].us / mine[cell].us for cell in cells]
     if files.ROTATIONS.exists():
         ratios = products()[1]
-        for title, library in (("PyTorch, an n × n product, as in vLLM", ONE), ("PyTorch, two products", TWO)):
+        for title, library in (("PyTorch, an n × n product", ONE), ("PyTorch, two products", TWO)):
             of = [ratio for (*_, name), ratio in ratios.items() if name == library]
             found[title, "a rotation with a matrix, `accurate`", "H200"] = of
     if files.TORCHAO.exists():
