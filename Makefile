@@ -120,7 +120,7 @@ docs: $(TO_DRAW) ## bring the numbers and pictures of the documents up to date w
 
 site: export NO_MKDOCS_2_WARNING = 1
 
-site: $(TO_DRAW) ## build the pages of the documents in build/site; a dead link is an error
+site: $(TO_DRAW) ## build the documents as a site in build/site; a dead link fails
 	$(PY) -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 wheel: $(MADE) ## build dist/*.whl
