@@ -36,8 +36,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tune test long-test nvrtc-test torch-test gpu-test sanitize lint typecheck archs format docs wheel
-.PHONY: release clean
+.PHONY: help setup tune test long-test nvrtc-test torch-test gpu-test sanitize lint typecheck archs format docs
+.PHONY: site wheel release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -117,6 +117,11 @@ format: $(TO_FORMAT) ## rewrite the Python files in the house style
 
 docs: $(TO_DRAW) ## bring the numbers and pictures of the documents up to date with docs/data
 	$(PY) docs/refresh.py
+
+site: export NO_MKDOCS_2_WARNING = 1
+
+site: $(TO_DRAW) ## build the documents as a site in build/site; a dead link fails
+	$(PY) -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 wheel: $(MADE) ## build dist/*.whl
 	rm -rf build/lib build/bdist.*

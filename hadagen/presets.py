@@ -1,7 +1,7 @@
 """Rotations with a quantizer, by the names of the projects that need them.
 
 Given the same finite rotated values, each preset gives the codes and scales of the project's reference, bit for bit.
-docs/quantization.md names the code with which each preset was compared. `numerics` is as for `hadagen.rotate_quantize`.
+docs/formats.md names the code with which each preset was compared. `numerics` is as for `hadagen.rotate_quantize`.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ def commands(target: str, venv: Path, *variables: str) -> str:
         ("torch-test", {"tune", "nvrtc", "fleet", "report", "sign", "test"}),
         ("lint", {"tune", "fleet", "report", "sign", "test", "lint"}),
         ("docs", {"docs"}),
+        ("site", {"docs"}),
         ("release", {"sign"}),
         ("setup", {"tune", "nvrtc", "fleet", "report", "sign", "test", "lint", "docs"}),
     ],
@@ -183,8 +184,8 @@ def test_a_listed_test_that_passes_is_an_error(request: pytest.FixtureRequest, m
 def test_documents_name_the_tested_releases() -> None:
     pinned = re.findall(r"^torch==(.*)$", (ROOT / "ci" / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     minors = sorted((release.rsplit(".", 1)[0] for release in (*listed().releases, *pinned)), key=minor)
-    tested = f"with PyTorch {', '.join(minors[:-1])} and {minors[-1]}."
-    assert tested in " ".join((ROOT / "docs" / "compat.md").read_text(encoding="utf-8").split())
+    tested = f"with PyTorch {', '.join(minors[:-1])} and {minors[-1]},"
+    assert tested in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def minor(release: str) -> int:

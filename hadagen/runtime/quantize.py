@@ -73,7 +73,7 @@ def rotate_quantize(
     x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m.
     rotation: a `hadagen.Rotation` of rows of m elements; or n, a power of two, for H_n · n^-½ over blocks of n
         elements; None for no rotation. (`hadagen.presets` passes operands of a Rotation.)
-    to: the format. docs/quantization.md has the formats, their rules, groups and layouts.
+    to: the format. docs/formats.md has the formats, their rules, groups and layouts.
     scale: for a Rotation and for None a factor on the values before they are quantized, 1 by default. For n the whole
         factor on H_n: by default n^-½, which makes it orthonormal; scale=1 is the unnormalized H_n.
     group: the group size, the number of neighboring elements with one scale; None is the default of the format.
@@ -87,7 +87,7 @@ def rotate_quantize(
     gradient: whether the result of `dequantize` has gradients, if x requires one. The rotation is then computed twice,
         and its float32 values are kept.
     numerics: "accurate" keeps at least 16 significant bits of every value until codes are made, on every GPU; only the
-        conversion to FP4 may look at fewer, as docs/quantization.md says. "fast" may round values to fewer bits between
+        conversion to FP4 may look at fewer, as docs/formats.md says. "fast" may round values to fewer bits between
         steps. float32 is always accurate.
     batch_invariant: as for `hadagen.hadamard_transform`. If the kernels that quantize do not give the same bits in
         every call, PyTorch quantizes, with one RuntimeWarning. The default is True if HADAGEN_BATCH_INVARIANT is 1.
