@@ -26,6 +26,7 @@ TO_LINT := $(VENV)/has-tune,fleet,report,sign,test,lint
 TO_FORMAT := $(VENV)/has-lint
 TO_DRAW := $(VENV)/has-docs
 TO_SIGN := $(VENV)/has-sign
+TO_BUILD := $(VENV)/builds
 ALL := $(TO_TEST),lint,docs
 ifneq ($(PRESENT),$(CURDIR))
 .PHONY: $(MADE)
@@ -33,6 +34,8 @@ endif
 endif
 
 PIP := $(PY) -m pip --disable-pip-version-check
+# Without setuptools-scm, setuptools would build version 0.0.0 and say nothing.
+WITH_THESE := --no-build-isolation --check-build-dependencies
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
@@ -47,11 +50,14 @@ setup: $(ALL) ## make the environment with all extras; every other target instal
 $(MADE):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(sys.executable + " is older than Python 3.10; use: make PYTHON=python3.12")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install --quiet --constraint ci/constraints.txt setuptools
 	@echo '$(CURDIR)' > $@
 
-$(VENV)/has-%: $(MADE) pyproject.toml ci/constraints.txt
-	$(PIP) install --quiet --constraint ci/constraints.txt --no-build-isolation --editable '.[$*]'
+$(VENV)/builds: $(MADE) ci/constraints.txt
+	$(PIP) install --quiet --constraint ci/constraints.txt setuptools setuptools-scm
+	@touch $@
+
+$(VENV)/has-%: $(VENV)/builds pyproject.toml
+	$(PIP) install --quiet --constraint ci/constraints.txt $(WITH_THESE) --editable '.[$*]'
 	@touch $@
 
 tune: $(TO_TUNE) ## tune all problems for ARCH=sm90; narrower with TUNE='--n 4096'
@@ -118,20 +124,21 @@ format: $(TO_FORMAT) ## rewrite the Python files in the house style
 docs: $(TO_DRAW) ## bring the numbers and pictures of the documents up to date with docs/data
 	$(PY) docs/refresh.py
 
-wheel: $(MADE) ## build dist/*.whl
-	rm -rf build/lib build/bdist.*
-	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+wheel: $(TO_BUILD) ## build dist/*.whl
+	rm -rf build/lib build/bdist.* dist/hadagen-*.whl
+	$(PIP) wheel --quiet --no-deps $(WITH_THESE) --wheel-dir dist .
 
-# Of a copy, because the bundles in the repository stay as they are.
+# Of a copy, because the bundles in the repository stay as they are. The copy has no tags, so it is told the version.
 RELEASE = build/release
 DIST = dist
 
 release: $(TO_SIGN) ## build dist/*.whl with the bundles signed by KEY=key.pem
 	@test -n '$(KEY)' || { echo 'a release needs the private key that signs its bundles: make release KEY=key.pem' >&2; exit 2; }
-	rm -rf '$(RELEASE)' && mkdir -p '$(RELEASE)'
+	rm -rf '$(RELEASE)' '$(DIST)'/hadagen-*.whl && mkdir -p '$(RELEASE)'
 	cp -R hadagen cli templates tuning_db pyproject.toml README.md LICENSE '$(RELEASE)'
 	$(PY) -m hadagen.cli bundle sign --key '$(KEY)' '$(RELEASE)'/tuning_db/bundles/*.db
-	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir '$(DIST)' '$(RELEASE)'
+	SETUPTOOLS_SCM_PRETEND_VERSION_FOR_HADAGEN=$$($(PY) -m setuptools_scm) \
+		$(PIP) wheel --quiet --no-deps $(WITH_THESE) --wheel-dir '$(DIST)' '$(RELEASE)'
 
 clean: ## remove all that make made, the environment too
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

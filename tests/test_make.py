@@ -64,7 +64,8 @@ def test_what_is_installed_is_not_installed_again_but_in_another_checkout(tmp_pa
     python.parent.mkdir()
     python.symlink_to(shutil.which("true") or "")
     (tmp_path / "made").write_text(f"{ROOT}\n")
-    (tmp_path / "has-docs").touch()
+    for stamp in ("builds", "has-docs"):
+        (tmp_path / stamp).touch()
     assert " install " not in commands("docs", tmp_path)
     assert " install " in commands("test", tmp_path)
     assert "venv" not in commands("test", tmp_path).replace(str(tmp_path), "")
@@ -191,6 +192,37 @@ def minor(release: str) -> int:
     return int(release.split(".")[1])
 
 
+# ---- the version -----------------------------------------------------------------------------------------------------
+def version(folder: Path) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", "setuptools_scm"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_version_is_of_the_tag_in_archives_too_and_a_copy_has_one(tmp_path: Path) -> None:
+    checkout, archive, copy = (tmp_path / name for name in ("checkout", "archive", "copy"))
+    for folder in (checkout, archive, copy):
+        folder.mkdir()
+    for name in ("pyproject.toml", ".gitattributes", ".git_archival.txt"):
+        shutil.copy(ROOT / name, checkout)
+        shutil.copy(ROOT / name, copy)
+
+    def git(*arguments: str) -> None:
+        person = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *person, *arguments], cwd=checkout, check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a")
+    assert version(checkout).startswith("0.1.dev1+g")
+    git("tag", "v1.2.3")
+    git("archive", f"--output={tmp_path / 'a.tar'}", "HEAD")
+    shutil.unpack_archive(tmp_path / "a.tar", archive)
+    assert (version(checkout), version(archive), version(copy)) == ("1.2.3", "1.2.3", "0.0")
+    git("commit", "--allow-empty", "-m", "b")
+    assert version(checkout).startswith("1.2.4.dev1+g")
+
+
 # ---- the wheel -------------------------------------------------------------------------------------------------------
 ROOMS = {"hadagen": "hadagen", "templates": "hadagen/templates", "tuning_db": "hadagen/tuning_db", "cli": "hadagen/cli"}
 # All that a bare install has, for lack of NumPy or Jinja2; the others are what importing PyTorch needs.
@@ -294,7 +326,7 @@ def test_the_bundles_of_a_release_are_signed(bare: Path, key: tuple[Path, Path])
 
 def test_the_wheel_is_small_and_for_every_platform(wheel: Path) -> None:
     assert wheel.stat().st_size <= 21_000_000
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.name == f"hadagen-{version(ROOT)}-py3-none-any.whl"
     with ZipFile(wheel) as archive:
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
     needed = [line.split(": ", 1)[1] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
