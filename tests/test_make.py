@@ -14,6 +14,7 @@ from zipfile import ZipFile
 import conftest
 import pytest
 import torch_releases
+import yaml
 from signing_keys import make_key
 from slow import SAMPLED, slow_cases
 from torch_releases import Failing, Listed, listed
@@ -221,6 +222,17 @@ def test_the_version_is_of_the_tag_in_archives_too_and_a_copy_has_one(tmp_path: 
     assert (version(checkout), version(archive), version(copy)) == ("1.2.3", "1.2.3", "0.0")
     git("commit", "--allow-empty", "-m", "b")
     assert version(checkout).startswith("1.2.4.dev1+g")
+
+
+def test_the_citation_has_what_its_format_requires() -> None:
+    """https://github.com/citation-file-format/citation-file-format: the required keys, in the version of the schema."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert all(isinstance(citation[key], str) and citation[key] for key in ("message", "title"))
+    assert all(author["name"] for author in citation["authors"])
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nlicense = "{citation["license"]}"\n' in project
+    assert citation["type"] == "software"
 
 
 # ---- the wheel -------------------------------------------------------------------------------------------------------
