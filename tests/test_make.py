@@ -235,6 +235,12 @@ def test_the_citation_has_what_its_format_requires() -> None:
     assert citation["type"] == "software"
 
 
+def test_a_version_of_the_changelog_fits_a_screen() -> None:
+    _, *versions = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## [")
+    assert versions
+    assert all(len(each.splitlines()) <= 50 for each in versions)
+
+
 # ---- the wheel -------------------------------------------------------------------------------------------------------
 ROOMS = {"hadagen": "hadagen", "templates": "hadagen/templates", "tuning_db": "hadagen/tuning_db", "cli": "hadagen/cli"}
 # All that a bare install has, for lack of NumPy or Jinja2; the others are what importing PyTorch needs.
