@@ -55,6 +55,13 @@ def test_a_target_installs_what_it_needs(target: str, extras: set[str], tmp_path
     assert " install " not in commands(target, tmp_path, "PY=python3")
 
 
+def test_make_alone_lists_every_target_within_80_columns() -> None:
+    listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert all(len(line) < 80 for line in listed)
+    phony = re.findall(r"(?m)^\.PHONY: ([a-z -]+)$", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert {line.split()[0] for line in listed} == set(" ".join(phony).split())
+
+
 def test_a_release_needs_a_key() -> None:
     command = ["make", "release", "PY=python3", "RELEASE=/nonexistent"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
