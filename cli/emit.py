@@ -98,9 +98,10 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     }
     half, _, form = launch.scale_form.value.rpartition("-")
     where = "device addresses" if launch.reads_rows else "device addresses that are multiples of 16"
+    target = source.compiled_for(arch.nvcc_arch)
     lines = [
         "One kernel of hadagen, with all that it includes. It compiles with:",
-        f"  nvcc -std=c++17 -O3 -arch={arch.nvcc_arch} -cubin {source.entry}.cu -o {source.entry}.cubin",
+        f"  nvcc -std=c++17 -O3 -arch={target} -cubin {source.entry}.cu -o {source.entry}.cubin",
         f"Launch {blocks} blocks of {launch.threads} threads{together}.",
         f"A block has {launch.shared_bytes} bytes of dynamic shared memory.",
         *(f"Set {attribute} first." for attribute, needed in attributes.items() if needed),

@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> None:
     if files.SEARCH.exists():
         draw_search(Searches.read(), files.SEARCH_PICTURE, fingerprint(files.SEARCH))
     if files.QUAROT.exists():
-        draw_activations(read(files.QUAROT)["inputs"], files.ACTIVATIONS_PICTURE, fingerprint(files.QUAROT))
+        draw_activations(read(files.QUAROT), files.ACTIVATIONS_PICTURE, fingerprint(files.QUAROT))
 
 
 if __name__ == "__main__":

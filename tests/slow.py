@@ -109,6 +109,7 @@ SAMPLED = {
     "test_recording.py::test_a_search_with_many_variants_in_progress_finds_kernels_that_are_as_good": 0,
     "test_recording.py::test_curves_never_fall_and_a_seed_has_one": 0,
     "test_recording.py::test_the_command_prints_curves": 0,
+    "test_report.py::test_a_page_fits_its_window": 3,
     "test_report.py::test_a_page_is_replaced_and_another_file_is_not": 0,
     "test_report.py::test_the_largest_shipped_bundle_fits_in_a_page_that_fetches_nothing": 0,
     "test_resume.py::test_a_killed_search_ends_like_one_that_was_not": 6,

@@ -295,9 +295,9 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     for rotated, perplexity in ((False, 4865.8), (True, 41.84)):
         figures = {"perplexity": perplexity, "same_top": 0.5, "error": perplexity / 1e4}
         rows.append({"format": "W8A4", "rotated": rotated, **figures})
-    inputs = {"False": [1.0, 300.0], "True": [9.0, 8.0]}
+    layer = {"layer": "ffn", "inputs": {"False": [1.0, 300.0], "True": [9.0, 8.0]}, "rms": {"False": 3.0, "True": 3.0}}
     for path in (files.ATTENTION, files.QUAROT):
-        path.write_text(json.dumps({"rows": rows, "inputs": inputs}))
+        path.write_text(json.dumps({"rows": rows, **layer}))
     attention, models = refresh_models.attention_table(), refresh_models.models_table()
     assert "| none | 20.0 |  |  |  |" in attention
     assert "| W8A4 | 4866 | 41.8 | 0.49 | 0.00 |" in attention
@@ -305,9 +305,16 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
     assert models in (documents / "quantization.md").read_text()
-    ElementTree.fromstring(files.ACTIVATIONS_PICTURE.read_bytes())
+    picture = "".join(ElementTree.fromstring(files.ACTIVATIONS_PICTURE.read_bytes()).itertext())
+    for said in (
+        "as they are: at most 100",
+        "rotated: at most 3",
+        "largest magnitude / RMS",
+        "channel of the inputs of ffn",
+    ):
+        assert said in picture
     assert refresh.outdated() == []
-    files.QUAROT.write_text(json.dumps({"rows": rows, "inputs": {"False": [1.0], "True": [1.0]}}))
+    files.QUAROT.write_text(json.dumps({"rows": rows, **layer, "layer": "other"}))
     assert refresh.outdated() == ["activations.svg"]
 
 
