@@ -268,7 +268,7 @@ class Product(Step, Tile):
 
 @dataclass(frozen=True)
 class CrossButterflies(Step):
-    """Swaps the bits at `reg0` and `lane0`, and those at `reg1` and `lane1`, transforms those at `pair` and in lanes and
+    """Swaps the bits at `reg0` and `lane0`, and those at `reg1` and `lane1`, transforms those at `pair`, in lanes and
     the first `registers` of the others, and multiplies by the scale if it `scales`. Half of the values cross for each
     lane bit.
 
