@@ -106,7 +106,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the sockets of other processes to everybody")
-def test_every_process_of_a_local_fleet_listens_on_loopback_alone(alone: None) -> None:
+def test_every_process_of_a_local_fleet_listens_on_loopback_alone(
+    alone: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And says nothing on the terminal, neither while it starts nor at its end."""
     here = psutil.Process()
     others, sockets = set(here.children(recursive=True)), listening(here)
     with local_cluster() as address, Client(address, set_as_default=False) as client:  # type: ignore[no-untyped-call]
@@ -119,6 +122,7 @@ def test_every_process_of_a_local_fleet_listens_on_loopback_alone(alone: None) -
         found = [*(listening(here) - sockets), *(each for process in fleet for each in listening(process))]
     assert len(found) >= 8, "of the scheduler with its dashboard, two nannies, and two workers with an HTTP server each"
     assert all(ip_address(each.ip).is_loopback for each in found), found
+    assert capfd.readouterr().err == ""
 
 
 # ---- TLS -------------------------------------------------------------------------------------------------------------
