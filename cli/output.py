@@ -163,6 +163,11 @@ def operand_words(problem: Problem) -> list[str]:
     return [*operands, " ".join((f"to {format_name(form)}", *longer))]
 
 
+def counted_text(count: int, noun: str) -> str:
+    """A count with its noun, such as "1 row" or "1,024 rows"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def clock_text(seconds: float | None) -> str:
     """A duration such as 3:07."""
     return "?:??" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02}"

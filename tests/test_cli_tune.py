@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,12 @@ from sample_trials import H100, H200, PROBLEM, in_clusters, launch_for, make_ker
 
 from hadagen import measure
 from hadagen.cli import options, progress, searchers, tune
-from hadagen.cli.output import clock_text, problem_cells
+from hadagen.cli.output import clock_text
 from hadagen.cli.progress import State, best_so_far, in_parts, shown
 from hadagen.measure import Answer, Variant
 from hadagen.plan.arch import load_arch
-from hadagen.problem.problem import DType, Numerics, Problem, Rows, Transform
-from hadagen.problem.regimes import REGIMES, destinations, element_buckets
+from hadagen.problem.problem import DType, Numerics, Problem, Transform
+from hadagen.problem.regimes import destinations, element_buckets
 from hadagen.problem.trial import Disturbed, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.runtime.bundles import VARIABLE, why_unused
 from hadagen.tuner import search as tuning
@@ -47,7 +46,7 @@ from hadagen.tuner.events import (
 )
 from hadagen.tuner.fleet_search import Summed
 from hadagen.tuner.search import TuneOptions
-from hadagen.tuning_db.bundle import Bundle, shipped
+from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio
@@ -76,14 +75,18 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     result = run(*TINY_TUNE)
     assert result.exit_code == 0, result.output
-    assert "every winner is only estimated" in result.stderr.splitlines()[0]
-    assert "n2-float16-accurate: 1 trials" in result.stderr
-    assert result.stdout.splitlines()[-1].startswith("estimated: there is no sm90 GPU here")
-    # What the table says is what the last line of the search said.
-    said = re.search("best so far, as fraction of copy: latency (.*), L2 (.*), memory (.*)", result.stderr)
-    heads, found = (line.split() for line in result.stdout.splitlines()[:2])
-    assert heads[-3:] == list(REGIMES)
-    assert found == ["float16", "accurate", "contiguous", "2", *said.groups()]
+    first, kept = result.stderr.splitlines()
+    assert first.startswith("tuning 1 problem for sm90; there is no sm90 GPU here, so kernels are verified on the CPU")
+    assert kept.endswith("; Ctrl-C stops, and the same command continues")
+    tried, speeds, estimated, where, following = result.stdout.splitlines()
+    assert re.fullmatch(r"1 new trial for 1 problem in 0:\d\d \(1 ok\)", tried)
+    assert re.fullmatch(
+        r"the winners as a fraction of a copy by the cost model: latency [\d.]+, L2 [\d.]+, memory [\d.]+", speeds
+    )
+    assert "so speeds and winners are only estimated, and no gain is known" in estimated
+    path = options.default_bundle("sm90")
+    assert where == f"the winners are in {path}; calls on sm90 GPUs use them from now on"
+    succeed(*shlex.split(following.rpartition("; or ")[2])[1:])
 
     again = json.loads(succeed(*TINY_TUNE, "--json"))
     assert (again["trials"], again["trials_before"], again["outcomes"]) == (1, 1, {})
@@ -108,7 +111,7 @@ def test_a_tune_says_if_calls_will_not_use_its_winners(tmp_path: Path, monkeypat
     path.parent.chmod(0o777)
     why = f"others can write to {path.parent}; run: chmod go-w {path.parent}, or name the bundle in HADAGEN_BUNDLE"
     said = succeed(*TINY_TUNE)
-    assert f"; the winners are in {path}, and calls do not use it: {why}\n" in said
+    assert f"the winners are in {path}, and calls do not use it: {why}\n" in said
     assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == why
     elsewhere = tmp_path / "elsewhere.db"
     said = succeed("bundle", "make", "--arch", "sm90", elsewhere)
@@ -120,51 +123,22 @@ def test_a_tune_says_if_calls_will_not_use_its_winners(tmp_path: Path, monkeypat
     assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == ""
 
 
-@pytest.mark.parametrize("numerics", Numerics)
-def test_the_table_of_all_problems_fits_a_terminal(numerics: Numerics, capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = product(DType, Rows, (1 << k for k in range(1, 16)))
-    problems = [Problem.of(n, dtype, numerics, rows) for dtype, rows, n in kinds]
-    tune._print_best(dict.fromkeys(problems, (1.25, 0.5, 0.0)) | {problems[0]: (5.0, 0.5, 0.0)})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 16
-    assert max(map(len, lines)) <= 101  # of its legend, which stands in one line in a pipe
-    assert max(map(len, lines[:-3])) <= 80
-    assert re.split("  +", lines[1])[3:] == ["2-32768", "1.37", "0.50", "-"]
-    assert lines[2].split() == ["(1.25-5.00)", "(0.50-0.50)"]
-
-
-def test_the_table_has_every_problem_and_every_number_its_digits(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    keys = ("n128-float16-to-int8_row_4096-accurate", "n128-float16-to-int8_row_14336-accurate")
-    quantized = [Problem.parse(key) for key in keys]
-    pitched = [Problem.of(n, DType.FLOAT16, rows="pitched") for n in (1 << 15, 1 << 16, 1 << 17)]
-    fractions = dict.fromkeys(quantized, (0.0042, 0.5, 1.0)) | dict.fromkeys(pitched, (0.5, 0.25, 1.0))
-    tune._print_best(fractions | {pitched[-1]: (0.0, 0.25, 1.0)})
-    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:4] == [
-        ["float16", "accurate", "contiguous, to int8-row in rows of 4096", "128", "0.0042", "0.50", "1.00"],
-        ["float16", "accurate", "contiguous, to int8-row in rows of 14336", "128", "0.0042", "0.50", "1.00"],
-        [
-            *("float16", "accurate", "pitched", "32768-131072"),
-            *("0.50 (0.50-0.50) of n = 32768-65536", "0.25 (0.25-0.25)", "1.00 (1.00-1.00)"),
-        ],
-    ]
-    # No table can have one of two problems in the place of the other.
-    problems = Bundle.open(shipped()["sm90"]).problems()
-    assert len(set(map(problem_cells, problems))) == len(problems)
-
-
 def test_the_winners_of_a_tune_name_another_for_gpus_that_do_not_hold_one() -> None:
     fields: dict[str, Any] = {"provenance": Provenance.ESTIMATED, "environment": Environment()}
     fields["problem"] = PROBLEM.with_io(numerics=Numerics.FAST)
     trials = (in_clusters(16, 1, timings=times({1 << 16: 1.5}), **fields),)
     trials += (in_clusters(8, 2, timings=times({1 << 16: 2.5}), **fields),)
     recorded(options.default_db(), *trials)
-    tuned = ("tune", "--n", "256", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "2")
+    tuned = ("tune", "--problem", "n256-float16-fast", "--trials", "2")
     found = json.loads(succeed(*tuned, "--json"))["winners"]
     assert [(winner["us"], winner["portable"]) for winner in found] == [(1.5, False), (2.5, True)]
+
+
+FORMATS_OF_64 = [
+    f"n64-{dtype}-to-{form}-accurate"
+    for dtype in ("float16", "bfloat16")
+    for form in ("mxfp4_32", "mxfp8_32", "nvfp4_16")
+]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +162,7 @@ def test_what_is_tuned(
 ) -> None:
     result = run("tune", "--n", "64", *arguments, *kind)
     expected = {f"n64-{name}{end}" for name in names.split() for end in ends}
+    expected |= {key for key in FORMATS_OF_64 if not kind or "" in ends if not arguments or key[4:11] in names}
     assert {problem.key for problem in wanted[0].problems} == expected
     assert f"tuning {len(expected)} problem{'s' * (len(expected) > 1)} for sm90;" in result.stderr
     assert len(wanted[0].problems) == len(expected)
@@ -302,7 +277,10 @@ def test_a_tune_without_time_says_that_nothing_was_found() -> None:
 def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
     result = run(*SMALL_TUNE, "--no-refine")
     assert result.exit_code == 0, result.output
-    assert result.stderr.startswith("tuning 1 problem for sm90; measuring on Test GPU\n")
+    said = (
+        "tuning 1 problem for sm90, heaviest first; measuring on Test GPU; 3 trials for each problem, without a limit"
+    )
+    assert result.stderr.startswith(said)
     report = json.loads(result.stdout)
     assert (report["gpu"], report["estimated"], report["outcomes"]) == ("Test GPU", False, {"ok": 3})
     assert {winner["elements"] for winner in report["winners"]} == {elements for elements, _ in CELLS}
@@ -315,7 +293,7 @@ def test_a_tune_begins_with_the_winners_there_are(
     bundle = write_sample(tmp_path / "winners.db", chunks=2)
     problem = Problem.of(256, DType.FLOAT16)
     monkeypatch.setenv(VARIABLE, str(bundle))
-    run("tune", "--n", "128,256", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
+    run("tune", "--n", "128,256", "--kind", "transform", "--dtype", "float16", "--trials", "1", "--contiguous")
     run("tune", "--n", "256", "--from-scratch")
     assert [knobs.chunks for knobs in wanted[0].known[problem]] == [2]
     assert (wanted[0].known[replace(problem, transform=Transform(128))], wanted[1].known) == ([], {})
@@ -363,7 +341,7 @@ def test_a_tune_begins_with_estimates_only_if_nothing_was_measured_on_its_arch(
     kernels = {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}
     write_bundle(tmp_path / "winners.db", trials[0].arch, portfolio(trials), kernels.__getitem__, {})
     monkeypatch.setenv(VARIABLE, str(tmp_path / "winners.db"))
-    run("tune", "--n", "256", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
+    run("tune", "--problem", "n256-float16-accurate")
     assert [[knobs.chunks for knobs in known] for known in wanted[0].known.values()] == [chunks]
 
 
@@ -401,7 +379,7 @@ def one_is_faster(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def trial(self: FakeDevice, variant: Variant) -> Trial:
         chunks = variant.knobs["chunks"]
         answer = FakeDevice.refusals.get(chunks, Answer(Outcome.OK, ""))
-        timings = tuple(Timing(*cell, *(3 * [float(chunks)]), copy_us=1.0) for cell in self.cells[variant.problem])
+        timings = tuple(Timing(*cell, *(3 * [float(chunks)]), copy_us=1.0) for cell in self.cells_of(variant) or ())
         fields = {"outcome": answer.outcome, "detail": answer.detail, "environment": H100, "timings": timings}
         return make_trial(chunks, problem=variant.problem, kernel=variant.kernel, **fields)
 
@@ -418,7 +396,7 @@ def fill(path: Path | None = None, **fields: Any) -> Path:
 def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tmp_path: Path) -> None:
     db = fill()
     mine = options.default_bundle("sm90")
-    assert "1 of 3 winners are between the sizes of the search\n" in succeed(*REFINE, "128,256", "--contiguous")
+    assert json.loads(succeed(*REFINE, "128,256", "--contiguous", "--json"))["between"] == 1
     entries = Bundle.open(mine).entries(PROBLEM)
     assert [entry.knobs["chunks"] for entry in entries] == [1, 1, 2]
     assert [entry.elements / (1 << 20) for entry in entries] == pytest.approx([1, 1.83, 2], rel=1e-2)
@@ -437,7 +415,8 @@ def test_only_winners_between_are_counted(one_is_faster: None) -> None:
     """And neither what is for GPUs that hold no large clusters nor what wins for other problems."""
     of_another = make_trial(problem=replace(PROBLEM, transform=Transform(512)), timings=times({1 << 20: 1.0}))
     recorded(fill(), of_another, in_clusters(16, 1, timings=times({1 << 20: 1.0, 1 << 21: 2.0})))
-    assert "1 of 5 winners are between" in succeed(*REFINE, "256", "--contiguous")
+    report = json.loads(succeed(*REFINE, "256", "--contiguous", "--json"))
+    assert (report["between"], len(report["winners"])) == (1, 5)
 
 
 def sizes_timed() -> set[int]:
@@ -447,11 +426,9 @@ def sizes_timed() -> set[int]:
 
 def test_a_tune_times_the_best_between_its_sizes_unless_told_not_to(fake_gpu: None) -> None:
     of_the_search = {elements for elements, _ in CELLS}
-    assert "winners are between" not in succeed(*SMALL_TUNE[:-1], "--no-refine")
+    assert json.loads(succeed(*SMALL_TUNE, "--no-refine"))["between"] == 0
     assert sizes_timed() == of_the_search
-    result = run(*SMALL_TUNE[:-1])
-    assert " winners are between the sizes of the search\n" in result.stdout
-    assert "refining: timing 3 kernels between the sizes of the search\n" in result.stderr
+    succeed(*SMALL_TUNE)
     assert sizes_timed() == of_the_search | {1 << 18, 1 << 24}  # the middles of its gaps
 
 
@@ -481,9 +458,9 @@ def test_the_time_budget_is_for_the_search_and_refining_together(
     after = time.monotonic()
     succeed(*SMALL_TUNE, "--time-budget", "1000", "--no-refine")
     succeed(*SMALL_TUNE)
-    assert budgets == [800, 1000, None]
+    assert budgets == [pytest.approx(800, abs=20), pytest.approx(1000, abs=20), None]
     (deadline, unlimited) = deadlines
-    assert before + 1000 <= deadline <= after + 1000
+    assert before + 990 <= deadline <= after + 1000  # what is left is for writing
     assert unlimited == math.inf
 
 
@@ -589,7 +566,7 @@ def test_a_kernel_that_fails_by_now_is_named_once_and_the_others_go_on(
     fill()
     FakeDevice.refusals[1] = Answer(outcome, "it is off")
     result = run(*REFINE, "256")
-    assert (result.exit_code, "0 of 2 winners are between" in result.stdout) == (1, True)
+    assert result.exit_code == 1
     entries = Bundle.open(options.default_bundle("sm90")).entries(PROBLEM)
     assert len({entry.kernel for entry in entries}) == kernels
     said = f"for n256-float16-accurate ended as {outcome.value}: it is off; {advice}"
