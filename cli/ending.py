@@ -118,7 +118,8 @@ class Ending:
         tuned = dict.fromkeys(
             (cell.problem, cell.destination) for cell in self.selection if cell.problem in self.before
         )
-        used = sum((found := called_by_size(*each, device)[1]) is not None and found.path == path for each in tuned)
+        called = [bundle.path for each in tuned if (bundle := called_by_size(*each, device)[1])]
+        used = called.count(path)
         calls = f"calls on {self.report.environment.gpu or f'{self.target.name} GPUs'}"
         if used == len(tuned):
             return f"; {calls} use them from now on"
@@ -128,7 +129,7 @@ class Ending:
             return f"; calls use them where {bundles.VARIABLE} names this file"
         if self.report.estimated:
             return f"; {calls} go on with measured kernels, which come before estimates"
-        return f"; {calls} go on with other bundles, which {bundles.VARIABLE} names"
+        return f"; {calls} go on with {called[0]}, which comes first" if called else ""
 
     def _next(self) -> str:
         if self.report.estimated:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -22,13 +22,14 @@ from hadagen.cli.sentences import keeping
 from hadagen.cli.wanted import FEW, Wanted, by_row_length, heaviest
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem.problem import Numerics, Problem, check_tunable
-from hadagen.problem.trial import Environment, Outcome, Provenance
+from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
 from hadagen.runtime import bundles
 from hadagen.runtime.device import Device
 
 if TYPE_CHECKING:
     from hadagen.cli.progress import Shown
     from hadagen.cli.searchers import Here, Searcher, There
+    from hadagen.measure import Cell, Variant
     from hadagen.plan.arch import Arch
     from hadagen.plan.knobs import Knobs
     from hadagen.tuner.events import TuneReport
@@ -243,6 +244,7 @@ class _Run:
     show: Callable[[Shown], None]
     reports: list[list[TuneReport]] = field(default_factory=list)  # of each group, for each target
     refined: set[Problem] = field(default_factory=set)
+    _selections: dict[str, Selection] | None = None  # the winners by arch, if they were written since the last trial
     _written: float = -inf  # when bundles were written last
     _writing: float = 0.0  # the seconds that it took
 
@@ -253,6 +255,7 @@ class _Run:
         where, stop = self.where, Event()
         left = until - time.monotonic()
         self.show(GroupStarted(len(group), None if left == inf else left, later))
+        self._selections = None
         to_search = (left - self._writing) * (1 - REFINE_SHARE * self.refines)
         with where.searchers(group, self.trials, stop, self.show) as searchers:
             search = partial(self._search, group, None if left == inf else max(to_search, _NO_TIME), stop)
@@ -304,20 +307,25 @@ class _Run:
         if report.under_way:  # the run that ends last refines
             self.refined.update(group)
             return
-        again = partial(self.where.again, gpu, Again(self.show, deadline))
+
+        def again(cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
+            self._selections = None
+            yield from self.where.again(gpu, Again(self.show, deadline), cells, variants)
+
         self.refined.update(refine(group, self.store, target.name, gpu, again, deadline))
 
     def write(self) -> dict[str, Selection]:
-        """Write the winners so far. Returns them by arch."""
+        """Write the winners so far, unless they were written since the last trial. Returns them by arch."""
         from hadagen.cli.progress import Writing
         from hadagen.tuning_db.make import make_bundle
 
-        self.show(Writing())
-        began = time.monotonic()
-        selections = {name: make_bundle(self.store, name, path) for name, path in self.paths.items()}
-        self._written = time.monotonic()
-        self._writing = self._written - began
-        return selections
+        if self._selections is None:
+            self.show(Writing())
+            began = time.monotonic()
+            self._selections = {name: make_bundle(self.store, name, path) for name, path in self.paths.items()}
+            self._written = time.monotonic()
+            self._writing = self._written - began
+        return self._selections
 
 
 _NO_TIME = 1e-9  # seconds

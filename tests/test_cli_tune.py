@@ -21,13 +21,14 @@ from sample_store import recorded
 from sample_trials import H100, H200, PROBLEM, in_clusters, launch_for, make_kernel, make_trial, times
 
 from hadagen import measure
-from hadagen.cli import options, progress, searchers, tune
+from hadagen.cli import ending, options, progress, searchers, tune
 from hadagen.cli.output import clock_text
-from hadagen.cli.progress import State, best_so_far, in_parts, shown
+from hadagen.cli.progress import GroupStarted, Refining, State, Writing, best_so_far, in_parts, shown
+from hadagen.cli.wanted import KINDS, kind_of
 from hadagen.measure import Answer, Variant
 from hadagen.plan.arch import load_arch
 from hadagen.problem.problem import DType, Numerics, Problem, Transform
-from hadagen.problem.regimes import destinations, element_buckets
+from hadagen.problem.regimes import Destination, destinations, element_buckets
 from hadagen.problem.trial import Disturbed, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.runtime.bundles import VARIABLE, why_unused
 from hadagen.tuner import search as tuning
@@ -45,8 +46,10 @@ from hadagen.tuner.events import (
     TuneReport,
 )
 from hadagen.tuner.fleet_search import Summed
+from hadagen.tuner.gains import Called, Gain
 from hadagen.tuner.search import TuneOptions
-from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db import make
+from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio
@@ -577,15 +580,26 @@ def test_a_kernel_that_fails_by_now_is_named_once_and_the_others_go_on(
 SCORES = (0.5, 0.75, 1.0)
 
 
+def finished(state: State, now: list[float], trials: range, of: int, step: float = 2.0) -> None:
+    """Each trial takes `step` seconds."""
+    for number in trials:
+        now[0] += step
+        state.listen(TrialFinished(make_trial(), SCORES, number, of))
+
+
+def search(trials: int, finished: int = 0) -> SearchStarted:
+    return SearchStarted(1, trials, finished, FakeRunner.environment, estimated=False)
+
+
 def test_progress_says_how_far_the_search_is_and_what_time_is_left() -> None:
     now = [0.0]
-    state = State(time_budget=1000.0, clock=lambda: now[0])
-    state.listen(SearchStarted(problems=1, trials=103, finished=2, environment=FakeRunner.environment, estimated=False))
-    assert (state.counts, state.seconds_left) == ("2 of 103 trials", 1000.0)
-    for finished in range(3, 23):
-        now[0] += 2.0
-        state.listen(TrialFinished(make_trial(), SCORES, finished, trials=103))
-    assert (state.counts, state.seconds_left) == ("22 of 103 trials (20 ok)", 2.0 * 81)
+    state = State(clock=lambda: now[0])
+    state.listen(GroupStarted(1, 1000.0))
+    state.listen(search(103, 2))
+    assert (state.counts, state.rate, state.seconds_left) == ("2 of 103 trials", "", 1000.0)
+    finished(state, now, range(3, 23), 103)
+    assert (state.counts, state.rate) == ("22 of 103 trials (20 ok)", "0.5 trials/s")
+    assert state.seconds_left == pytest.approx(2.0 * 81)
     state.listen(TrialFinished(make_trial(outcome=Outcome.TIMEOUT), SCORES, 23, trials=103))
     assert state.counts == "23 of 103 trials (20 ok, 1 timeout)"
     assert state.now == "n256-float16-accurate: best so far, as fraction of copy: latency 0.50, L2 0.75, memory 1.00"
@@ -598,24 +612,71 @@ def test_progress_says_how_far_the_search_is_and_what_time_is_left() -> None:
     assert state.seconds_left == 0.0
 
 
-def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with shown(None) as listen:
-        listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
-        listen(ProblemFinished(make_trial().problem, 2, SCORES))
-        listen(ProblemFinished(make_trial().problem, 0, SCORES))
-    finished, without = capsys.readouterr().err.splitlines()[-2:]
-    assert finished.startswith("n256-float16-accurate: 2 trials, best so far")
-    assert without.startswith("n256-float16-accurate: no choice of knobs is legal on this arch")
+def test_the_time_left_is_that_of_all_phases_of_all_groups() -> None:
+    """A fifth of the time of each group is for refining."""
+    now = [0.0]
+    state = State(problems=4, refine_share=0.2, clock=lambda: now[0])
+    state.listen(GroupStarted(2, 60.0, (60.0, 60.0)))
+    state.listen(search(100))
+    finished(state, now, range(1, 41), 100, step=0.5)
+    assert state.seconds_left == pytest.approx((20 + 30) / 0.8 - 20 + 120, abs=1e-3) or state.seconds_left == 40 + 120
+    assert state.seconds_left == 160  # not beyond the limit
+    state.listen(ProblemFinished(PROBLEM, 50, SCORES))
+    now[0] = 30.0
+    state.listen(Refining("A", 0, 10))
+    now[0] = 35.0
+    state.listen(Refining("A", 5, 10))
+    assert state.now == "refining between the sizes of the search: 5 of 10 kernels"
+    assert state.seconds_left == 25 + 120  # more rounds may follow
+    now[0] = 40.0
+    state.listen(GroupStarted(1, 60.0, (60.0,)))
+    assert state.seconds_left == 60 + 40  # the first took 40 s
+    state.listen(search(50, 10))
+    assert (state.finished_problems, state.counts) == (2, "50 of 150 trials (40 ok)")
+    state.listen(Writing())
+    assert state.now == "writing the winners"
+
+
+def test_without_a_limit_refining_lasts_as_long_as_its_kernels() -> None:
+    now = [0.0]
+    state = State(problems=1, refine_share=0.2, clock=lambda: now[0])
+    state.listen(GroupStarted(1))
+    state.listen(search(100))
+    assert state.seconds_left is None
+    finished(state, now, range(1, 41), 100)
+    assert state.seconds_left == pytest.approx((80 + 120) / 0.8 - 80)
+    state.listen(Refining("A", 0, 10))
+    state.listen(Refining("B", 0, 10))
+    now[0] += 5.0
+    state.listen(Refining("A", 5, 10))
+    assert state.seconds_left == 15.0
+
+
+def test_elsewhere_than_on_a_terminal_a_line_comes_each_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with shown(2) as listen:
+        listen(GroupStarted(1, 100.0, (100.0,)))
+        listen(search(12))
+        for number in range(1, 13):
+            now[0] += 15.0
+            listen(TrialFinished(make_trial(), SCORES, number, trials=12))
+    lines = capsys.readouterr().err.splitlines()
+    start = r"0 of 2 problems, 4 of 12 trials \(4 ok\), 3:\d\d left; n256-float16-accurate: best so far"
+    assert re.match(start, lines[0])
+    assert [line.split(", ")[1].split(" of ")[0] for line in lines] == ["4", "8", "12"]
 
 
 @pytest.mark.parametrize(
     ("names", "of_problem", "of_note"), [(("A",), "", ""), (("A", "B"), " on B", "B: ")], ids=["one", "two"]
 )
-def test_lines_name_the_class_where_a_fleet_has_several(
+def test_the_progress_of_a_fleet_names_the_class_if_it_has_several(
     names: tuple[str, ...], of_problem: str, of_note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problem, state = make_trial().problem, State(None)
-    with shown(None) as listen:
+    problem, state = make_trial().problem, State()
+    with shown() as listen:
 
         def both(event: Event) -> None:
             listen(event)
@@ -626,64 +687,222 @@ def test_lines_name_the_class_where_a_fleet_has_several(
             environment = replace(FakeRunner.environment, gpu=name)
             summed.of(i)(SearchStarted(1, 2, 0, environment, estimated=False))
         tell = summed.of(len(names) - 1)
-        tell(ProblemFinished(problem, 0, SCORES))
         tell(RaceDisturbed(problem, "it is busy"))
         tell(TrialFinished(make_trial(), SCORES, 1, trials=2))
         assert state.now.startswith(f"{problem.key}{of_problem}: best so far")
         tell(PairRaced(problem, (0.01,)))
         assert state.now == f"{problem.key}{of_problem}: racing near-ties"
-    finished, note = capsys.readouterr().err.splitlines()[1:]
-    assert finished.startswith(f"{problem.key}{of_problem}: no choice of knobs")
-    assert note == f"{of_note}it is busy"
+    assert capsys.readouterr().err.splitlines() == [f"{of_note}it is busy"]
 
 
 @pytest.mark.parametrize(
     ("estimated", "trying"), [(True, "verifying kernels on the CPU"), (False, "measuring kernels")]
 )
-def test_until_the_first_trial_lines_say_at_once_what_is_done(
-    estimated: bool, trying: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    count = 2 * BUILT_AT_ONCE + 1
-    with shown(None) as listen:
-        listen(SearchStarted(problems=1, trials=2, finished=0, environment=FakeRunner.environment, estimated=estimated))
+def test_until_the_first_trial_of_a_group_progress_says_what_is_done(estimated: bool, trying: str) -> None:
+    count, state = 2 * BUILT_AT_ONCE + 1, State()
+    said = [state.now]
+
+    def listen(event: Any) -> None:
+        state.listen(event)
+        said.extend([state.now] * (state.now != said[-1]))
+
+    for _ in range(2):
+        listen(GroupStarted(1))
+        listen(replace(search(2), estimated=estimated))
         listen(ProblemStarted(make_trial().problem, 0))
         build: Any = in_parts(lambda sources: sources, listen)
         assert build([*range(count)]) == [*range(count)]
-        assert build([1, 2]) == [1, 2]
         listen(BatchBuilt(fresh=count, known=0, failed=0))
         build([1, 2])  # the next batch
         listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
         build([1, 2])
-    done = ["choosing kernels", "choosing kernels: problem 1 of 1"]
+    done = ["choosing kernels", "choosing kernels for n256-float16-accurate"]
     done += [f"building kernels: {i} of {count}" for i in (0, BUILT_AT_ONCE, 2 * BUILT_AT_ONCE, count)]
-    done += [f"building kernels: {i} of {count + 2}" for i in (count, count + 2)]
-    assert capsys.readouterr().err.splitlines() == [*done, trying]
-
-
-def test_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with shown(None) as listen:
-        for finished in range(1, 13):
-            now[0] += 4.0
-            listen(TrialFinished(make_trial(), SCORES, finished, trials=12))
-    counts = [line.split(" of ")[0] for line in capsys.readouterr().err.splitlines()[1:]]
-    assert counts == ["3", "6", "9", "12"]
+    done += [trying, "n256-float16-accurate: best so far, as fraction of copy: latency 0.50, L2 0.75, memory 1.00"]
+    assert said == 2 * done
 
 
 def test_a_time_is_shown_as_on_a_clock() -> None:
     assert [clock_text(seconds) for seconds in (0.0, 187.9, 4000.0, None)] == ["0:00", "3:07", "66:40", "?:??"]
 
 
-def test_progress_is_drawn_on_a_terminal() -> None:
+def test_progress_is_bars_on_a_terminal() -> None:
     from rich.console import Console
 
-    state = State(time_budget=None)
-    state.listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
-    console = Console(width=100)
+    now = [0.0]
+    state = State(problems=3, clock=lambda: now[0])
+    state.listen(GroupStarted(1, 60.0, (60.0, 60.0)))
+    state.listen(search(20))
+    finished(state, now, range(1, 11), 20)
+    state.listen(TrialFinished(make_trial(outcome=Outcome.WRONG_ANSWER), SCORES, 11, trials=20))
+    console = Console(width=80)
     with console.capture() as captured:
         console.print(state)
-    bar, counts, now = captured.get().splitlines()
-    assert bar.startswith("━")
-    assert counts.strip() == "1 of 2 trials (1 ok), ?:?? left"
-    assert now.startswith("n256-float16-accurate: best so far")
+    problems, trials, left, *best, failed = map(str.strip, captured.get().splitlines())
+    assert re.fullmatch("problems +[━╺ ]+ 0/3", problems)
+    assert re.fullmatch(r"trials +[━╸╺ ]+ 11/20 0\.6 trials/s", trials)
+    assert left == "2:16 left"
+    assert " ".join(best).startswith("n256-float16-accurate: best so far")
+    assert failed == "1 wrong_answer"
+    assert max(map(len, captured.get().splitlines())) <= 80
+
+
+# ---- what is tuned, and in which time --------------------------------------------------------------------------------
+SHIPPED = Bundle.open(shipped()["sm90"]).problems()
+
+
+def test_by_default_all_that_is_shipped_is_tuned_heaviest_first_by_row_length(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[TuneOptions] = []
+    report = TuneReport(FakeRunner.environment, False, 0, 0, 0, 0, {}, {}, 0, "", 0.0)
+    monkeypatch.setattr(tuning, "tune", lambda options, listen: asked.append(options) or report)
+    result = run("tune", "--no-refine")
+    assert result.stderr.splitlines()[-1].endswith("give hadagen tune --arch sm90 more time or more trials")
+    lengths = [{problem.n for problem in each.problems} for each in asked]
+    assert {len(each) for each in lengths} == {1}
+    assert lengths[0] == {131072}
+    assert sorted(problem for each in asked for problem in each.problems) == SHIPPED
+    count = len(asked)
+    said = f"tuning {len(SHIPPED)} problems for sm90, heaviest first; measuring on Test GPU; this takes at most "
+    assert result.stderr.startswith(f"{said}{count}:00, 60 s for each of {count} row lengths\n")
+    longest = [max(entry.us for entry in Bundle.open(shipped()["sm90"]).entries(each.problems[0])) for each in asked]
+    assert longest == sorted(longest, reverse=True)
+    assert {each.trials for each in asked} == {None}
+    assert all(each.time_budget is not None and 0 < each.time_budget <= 60 for each in asked)
+
+
+def test_without_a_gpu_the_three_heaviest_of_each_kind_are_tuned(wanted: list[TuneOptions]) -> None:
+    result = run("tune", "--trials", "1")
+    assert [kind_of(problem) for problem in wanted[0].problems] == [kind for kind in KINDS for _ in range(3)]
+    assert result.stderr.startswith("tuning 9 problems, the 3 heaviest of each kind, for sm90; there is no sm90 GPU")
+    run("tune", "--trials", "1", "--kind", "rotation", "--kind", "format", "--dtype", "bfloat16")
+    assert [(kind_of(each), each.io.input) for each in wanted[1].problems] == [
+        (kind, DType.BFLOAT16) for kind in ("rotation", "format") for _ in range(3)
+    ]
+    run("tune", "--trials", "1", "--kind", "format", "--n", "4096")  # named by size, so that all are tuned
+    assert {each.n for each in wanted[2].problems} == {4096}
+    assert len(wanted[2].problems) == sum(each.n == 4096 and kind_of(each) == "format" for each in SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--kind", "format", "--n", "224"), "hadagen ships no kernels for such problems; name one with --problem"),
+        (("--kind", "format", "--problem", "n64-float16-fast"), "--problem names all of a problem; leave it out, or"),
+        (("--dtype", "float17"), "dtype 'float17' is not supported"),
+        (("--quick", "--time-budget", "9"), "--quick and --time-budget both limit the time; leave out one of them"),
+    ],
+)
+def test_what_cannot_be_tuned_is_a_sentence(arguments: tuple[str, ...], said: str, no_search: None) -> None:
+    assert said in sentence(run("tune", *arguments), 2)
+
+
+def test_a_group_has_its_minute_and_leaves_no_time_to_the_next_unless_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [5.0]  # it took 5 s to begin
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+    minutes, parts = tune.Budget(0.0, [60.0, 60.0, 60.0]), tune.Budget(0.0, [60.0, 60.0, 60.0], moves=True)
+    assert [(each.end, each.until(0)) for each in (minutes, parts)] == [(180, 60), (180, 60)]
+    now[0] = 20.0
+    assert (minutes.until(1), parts.until(1)) == (80, 120)
+    assert (tune.Budget(0.0).end, tune.Budget(0.0).until(0)) == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("option", "seconds"), [((), 60), (("--quick",), 30), (("--time-budget", "7"), 7)])
+def test_all_phases_end_in_time(
+    option: tuple[str, ...], seconds: float, fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement takes a second, and writing 2 s, on a clock that only they move."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    trial, write, writes = FakeDevice.trial, make.make_bundle, []
+
+    def slow_trial(self: FakeDevice, variant: Variant) -> Trial:
+        now[0] += 1.0
+        return trial(self, variant)
+
+    def slow_write(*arguments: Any) -> Any:
+        now[0] += 2.0
+        writes.append(now[0])
+        return write(*arguments)
+
+    monkeypatch.setattr(FakeDevice, "trial", slow_trial)
+    monkeypatch.setattr(make, "make_bundle", slow_write)
+    report = json.loads(succeed("tune", "--problem", "n4-float16-fast", "--json", *option))
+    assert seconds - 3 <= report["seconds"] <= seconds + 3
+    refined = len(sizes_timed()) > len(CELLS)
+    assert (len(writes), refined) == ((1, False) if seconds < 9 else (2, True))  # and no file is written twice
+
+
+# ---- what is said at the end -----------------------------------------------------------------------------------------
+def test_winners_are_compared_with_what_calls_ran_before_by_the_times_of_this_tune(
+    one_is_faster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However fast that was where it was measured."""
+    fill()
+    calls = make_trial(2, timings=times({1 << 20: 0.001, 1 << 21: 0.001}))
+    write_trials(user_bundle("z.db"), [calls])
+    said = succeed("tune", "--trials", "0", "--problem", PROBLEM.key, "--bundle", tmp_path / "new.db")
+    assert f"{PROBLEM.key}: 100 % faster at 2 of 3 sizes, from 4,096 to 7,511 rows; the rest as before" in said
+    assert "calls use them where HADAGEN_BUNDLE names this file" in said
+    assert said.splitlines()[-1].endswith(f"hadagen bench --problem {PROBLEM.key}")
+    report = json.loads(succeed("tune", "--trials", "0", "--problem", PROBLEM.key, "--json"))
+    assert report["faster"] == [
+        {"problem": PROBLEM.key, "sizes": 3, "faster": 2, "times_as_fast": 2.0, "not_compared": 0}
+    ]
+    said = succeed("tune", "--trials", "0", "--problem", PROBLEM.key)  # which calls run by now
+    assert "no winner is more than 2 % faster than what calls ran before" in said
+    assert f"calls on {H100.gpu} use them from now on" in said
+    first = write_trials(user_bundle("a.db"), [calls])
+    said = succeed("tune", "--trials", "0", "--problem", PROBLEM.key)
+    assert f"calls on {H100.gpu} go on with {first}, which comes first" in said
+
+
+def user_bundle(name: str) -> Path:
+    path = options.default_bundle("sm90").with_name(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def test_gains_are_summed_up_in_few_lines() -> None:
+    place = Destination.IN_PLACE
+
+    def gain(n: int, *ratios: float | None) -> Gain:
+        problem = replace(PROBLEM, transform=Transform(n))
+        return Gain(problem, {(place, n << i): ratio for i, ratio in enumerate(ratios)})
+
+    def said(*gains: Gain, is_shipped: bool = True) -> list[str]:
+        return list(ending.gain_sentences(gains, {PROBLEM: Called({}, is_shipped)}))
+
+    assert said(gain(2, 1.0, 1.01, 0.99)) == ["no winner is more than 2 % faster than what calls ran before"]
+    assert said(gain(1024, 1.0, 1.03)) == ["n1024-float16-accurate: 3 % faster at 2 rows; the rest as shipped"]
+    assert said(gain(1024, 1.034)) == ["n1024-float16-accurate: 3 % faster at all sizes"]
+    assert said(gain(4, 1.03, 1.5, None, 1.0), is_shipped=False) == [
+        "n4-float16-accurate: 3-50 % faster at 2 of 4 sizes, from 1 to 2 rows; the rest as before; 1 size not compared"
+    ]
+    many = [gain(2 << i, 1.0, 1.1) for i in range(9)]
+    assert said(gain(1 << 12, 1.2, 1.0), *many, gain(1 << 13, 1.0))[:2] == [
+        "10 of 11 problems are faster than before, by 11 % in the mean at 10 of 21 sizes; the rest as shipped",
+        "n4096-float16-accurate: 20 % faster at 1 row",
+    ]
+    assert len(said(*many)) == 4
+
+
+def test_the_end_has_at_most_ten_lines_on_a_terminal(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in (TINY_TUNE, (*SMALL_TUNE[:-1], "--n", "8")):
+        assert 5 <= len(succeed(*arguments).splitlines()) <= 10
+
+
+def test_the_program_is_named_as_the_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".venv").mkdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ending.program() == "hadagen"
+    (tmp_path / ".venv" / "hadagen").touch()
+    assert ending.program() == ".venv/hadagen"
+    (tmp_path / "hadagen").touch(0o755)
+    assert ending.program() == "hadagen"
