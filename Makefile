@@ -54,7 +54,7 @@ $(VENV)/has-%: $(MADE) pyproject.toml ci/constraints.txt
 	$(PIP) install --quiet --constraint ci/constraints.txt --no-build-isolation --editable '.[$*]'
 	@touch $@
 
-tune: $(TO_TUNE) ## tune all problems for ARCH=sm90; narrower with TUNE='--n 4096'
+tune: $(TO_TUNE) ## tune kernels for ARCH=sm90 and this GPU; without a GPU, in 4 minutes, estimate some; narrower with TUNE='--n 4096'
 	$(PY) -m hadagen.cli tune --arch $(ARCH) $(TUNE)
 
 # The model of the examples.

@@ -44,11 +44,15 @@ class Ending:
     before: dict[Problem, Called]
     gains: Sequence[Gain]
 
+    @property
+    def _ours(self) -> list[WinnerCell]:
+        gpu = self.report.environment.gpu
+        return [cell for cell in self.selection if cell.gpu == gpu and cell.problem in self.before]
+
     def values(self) -> dict[str, Any]:
         """For programs."""
         report, written = self.report, Bundle.open(self.path)
         entries = [entry for problem in self.problems for entry in written.entries(problem)]
-        ours = [cell for cell in self.selection if cell.gpu == report.environment.gpu and cell.problem in self.before]
         return {
             "arch": self.target.name,
             "gpu": report.environment.gpu,
@@ -61,7 +65,7 @@ class Ending:
             "under_way_in_other_runs": report.under_way,
             "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
             "stopped": self.stopped,
-            "between": sum(not (cell.is_bucket or cell.portable) for cell in ours),
+            "between": sum(not (cell.is_bucket or cell.portable) for cell in self._ours),
             "faster": [
                 {
                     "problem": gain.problem.key,
@@ -115,9 +119,9 @@ class Ending:
             return f", and calls do not use it: {why}"
         device = Device(self.target.name, self.report.environment.gpu)
         path = self.path.absolute()
-        tuned = dict.fromkeys(
-            (cell.problem, cell.destination) for cell in self.selection if cell.problem in self.before
-        )
+        tuned = dict.fromkeys((cell.problem, cell.destination) for cell in self._ours)
+        if not tuned:
+            return ""
         called = [bundle.path for each in tuned if (bundle := called_by_size(*each, device)[1])]
         used = called.count(path)
         calls = f"calls on {self.report.environment.gpu or f'{self.target.name} GPUs'}"
@@ -129,7 +133,7 @@ class Ending:
             return f"; calls use them where {bundles.VARIABLE} names this file"
         if self.report.estimated:
             return f"; {calls} go on with measured kernels, which come before estimates"
-        return f"; {calls} go on with {called[0]}, which comes first" if called else ""
+        return f"; {calls} go on with {called[0]}, which comes first"
 
     def _next(self) -> str:
         if self.report.estimated:

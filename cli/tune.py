@@ -184,7 +184,7 @@ def tune(
                     names = " or ".join(gpu.gpu for _, gpu in targets if gpu)
                     raise UsageError(f"{store.place} has no trial of such problems on {names}; tune them here first")
                 selections = run.write()
-            stopped = "out of time" if time.monotonic() >= budget.end else ""
+            stopped = "out of time" if run.is_late or time.monotonic() >= budget.end else ""
             endings = [
                 Ending(
                     target,
@@ -244,6 +244,7 @@ class _Run:
     show: Callable[[Shown], None]
     reports: list[list[TuneReport]] = field(default_factory=list)  # of each group, for each target
     refined: set[Problem] = field(default_factory=set)
+    is_late: bool = False  # whether refining could not end in time
     _selections: dict[str, Selection] | None = None  # the winners by arch, if they were written since the last trial
     _written: float = -inf  # when bundles were written last
     _writing: float = 0.0  # the seconds that it took
@@ -313,6 +314,7 @@ class _Run:
             yield from self.where.again(gpu, Again(self.show, deadline), cells, variants)
 
         self.refined.update(refine(group, self.store, target.name, gpu, again, deadline))
+        self.is_late |= time.monotonic() >= deadline - 1  # then `Again` has ended it
 
     def write(self) -> dict[str, Selection]:
         """Write the winners so far, unless they were written since the last trial. Returns them by arch."""

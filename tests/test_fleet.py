@@ -49,8 +49,6 @@ def test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does(cl
     assert [(each["gpu"], each["trials"]) for each in classes] == [("Emulated A", 4), ("Emulated B", 4)]
     assert all(each["winners"] for each in classes)
     assert "it has another hadagen; install the same version there" in result.stderr
-    finished = [line.split(", best")[0] for line in result.stderr.splitlines() if line.startswith("n64-float16-fast")]
-    assert sorted(finished) == [f"n64-float16-fast on Emulated {letter}: 4 trials" for letter in "AB"]
     with Store.open(database) as store:
         tried = Counter((trial.environment.gpu, str(trial.knobs)) for trial in store.trials(blobs=False))
     assert (len(tried), set(tried.values())) == (8, {1})
