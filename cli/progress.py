@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hadagen.fleet.client import FleetState
 
 LINE_SECONDS = 60.0  # between two lines of text, at least
-FEW_TRIALS = 10  # too few to tell the rate from
+FEW_TRIALS = 4  # too few to tell the rate from
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,22 @@ class State:
     def counts(self) -> str:
         outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in self.outcomes.most_common())
         races = f", {self.raced} pairs raced" if self.raced else ""
-        return f"{self.finished} of {self.trials} trials" + (f" ({outcomes}{races})" if outcomes else "")
+        of = f"{'about ' if self._is_about else ''}{self.expected}"
+        return f"{self.finished} of {of} trials" + (f" ({outcomes}{races})" if outcomes else "")
+
+    @property
+    def _begun(self) -> int:
+        """The problems of all groups that have begun."""
+        return self._before[0] + (self._group.problems if self._group else self.problems)
+
+    @property
+    def _is_about(self) -> bool:
+        return 0 < self._begun < self.problems
+
+    @property
+    def expected(self) -> int:
+        """The trials at the end of all groups; those of groups that have not begun are as many for each problem."""
+        return round(self.trials * self.problems / self._begun) if self._is_about else self.trials
 
     @property
     def rate(self) -> str:
@@ -232,7 +247,7 @@ class State:
         bars = Table.grid(padding=(0, 1))
         for name, done, of, more in (
             ("problems", self.finished_problems, self.problems, ""),
-            ("trials", self.finished, self.trials, self.rate),
+            ("trials", self.finished, self.expected, self.rate),
         ):
             bars.add_row(name, ProgressBar(total=max(1, of), completed=done, width=40), f"{done}/{of}", more)
         others = {outcome: count for outcome, count in self.outcomes.items() if outcome is not Outcome.OK}

@@ -175,8 +175,9 @@ def tune(
                 {problem: Called.now(problem, Device(target.name, gpu.gpu if gpu else "")) for problem in chosen}
                 for target, gpu in targets
             ]
+            known = {target.name: _known_winners(target, chosen) for target, gpu in targets if gpu and from_winners}
             with shown(len(chosen), REFINE_SHARE * refine) as show:
-                run = _Run(where, store, paths, trials, refine, from_winners, seed, show)
+                run = _Run(where, store, paths, trials, refine, known, seed, show)
                 for number, group in enumerate(groups):
                     if number == 0 or time.monotonic() < budget.end:
                         run.tune(group, budget.until(number), budget.seconds[number + 1 :])
@@ -239,7 +240,7 @@ class _Run:
     paths: Mapping[str, Path]
     trials: int | None
     refines: bool
-    from_winners: bool
+    known: Mapping[str, Mapping[Problem, Sequence[Knobs]]]  # by arch
     seed: int
     show: Callable[[Shown], None]
     reports: list[list[TuneReport]] = field(default_factory=list)  # of each group, for each target
