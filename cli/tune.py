@@ -293,7 +293,7 @@ class _Run:
             trials=self.trials,
             time_budget=seconds,
             seed=self.seed,
-            known=_known_winners(searcher.arch, group) if self.from_winners and searcher.runner.environment.gpu else {},
+            known=self.known.get(searcher.arch.name, {}),
             stopped=stop,
             work=searcher.work,
             guess=searcher.guess,
