@@ -62,7 +62,7 @@ $(VENV)/has-%: $(VENV)/builds pyproject.toml
 	$(PIP) install --quiet --constraint ci/constraints.txt $(WITH_THESE) --editable '.[$*]'
 	@touch $@
 
-tune: $(TO_TUNE) ## tune the kernels of this GPU, or estimate some; for less, TUNE='--n 4096'
+tune: $(TO_TUNE) ## tune kernels for this GPU; for less, TUNE='--n 4096'
 	$(PY) -m hadagen.cli tune $(addprefix --arch ,$(ARCH)) $(TUNE)
 
 # The model of the examples.

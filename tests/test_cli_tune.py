@@ -664,7 +664,7 @@ def test_elsewhere_than_on_a_terminal_a_line_comes_each_minute(
             now[0] += 15.0
             listen(TrialFinished(make_trial(), SCORES, number, trials=12))
     lines = capsys.readouterr().err.splitlines()
-    start = r"0 of 2 problems, 4 of about 24 trials \(4 ok\), 3:\d\d left; n256-float16-accurate: best so far"
+    start = r"0 of 2 problems, 4 of about 24 trials \(4 ok\), [\d.]+ trials/s, \d:\d\d left; n256-float16-accurate: "
     assert re.match(start, lines[0])
     assert [line.split(", ")[1].split(" of ")[0] for line in lines] == ["4", "8", "12"]
 
@@ -819,10 +819,11 @@ def test_all_phases_end_in_time(
     """A measurement takes a second, and writing 2 s, on a clock that only they move."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    trial, write, writes = FakeDevice.trial, make.make_bundle, []
+    trial, write, writes, sleep = FakeDevice.trial, make.make_bundle, [], time.sleep
 
     def slow_trial(self: FakeDevice, variant: Variant) -> Trial:
         now[0] += 1.0
+        sleep(0.02)  # for other threads to see that time is over
         return trial(self, variant)
 
     def slow_write(*arguments: Any) -> Any:
@@ -833,7 +834,7 @@ def test_all_phases_end_in_time(
     monkeypatch.setattr(FakeDevice, "trial", slow_trial)
     monkeypatch.setattr(make, "make_bundle", slow_write)
     report = json.loads(succeed("tune", "--problem", "n4-float16-fast", "--json", *option))
-    assert seconds - 3 <= report["seconds"] <= seconds + 3
+    assert seconds - 3 <= report["seconds"] <= seconds + 8  # without limits, more than 80
     refined = len(sizes_timed()) > len(CELLS)
     assert (len(writes), refined) == ((1, False) if seconds < 9 else (2, True))  # and no file is written twice
 
