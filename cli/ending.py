@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from hadagen.cli.listing import winner_values
-from hadagen.cli.output import clock_text, counted_text, fraction_text, say
+from hadagen.cli.output import clock_text, counted_text, fraction_text, program, say
 from hadagen.plan.arch import Arch
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import LOSS, REGIMES
@@ -184,12 +182,3 @@ def _gain(gain: Gain) -> str:
 
 def _percent(ratio: float) -> str:
     return f"{(ratio - 1) * 100:.0f} %"
-
-
-def program() -> str:
-    """How this shell calls hadagen: by its name, or by the path of the program beside this Python."""
-    beside = Path(sys.executable).with_name("hadagen")
-    if shutil.which("hadagen") or not beside.exists():
-        return "hadagen"
-    here = Path.cwd()
-    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))

@@ -123,7 +123,7 @@ class State:
         """Begin a group."""
         self._group_began = self._clock()
         self._done: set[Problem] = set()  # whose trials are finished
-        self._first = 0.0  # when the first trial was finished
+        self._since = self._group_began  # when trials began
         self._tried = 0  # trials since then
         self._trying = ""
         self._built = False  # is the first batch
@@ -150,12 +150,11 @@ class State:
                 self.now = f"building kernels: {event.done} of {event.kernels}"
         elif isinstance(event, BatchBuilt):
             if self._prepares:
-                self.now = self._trying
+                self.now, self._since = self._trying, self._clock()
             self._built = True
         elif isinstance(event, TrialFinished):
             self._count(event.trials, event.finished)
-            self._tried += bool(self._first)
-            self._first = self._first or self._clock()
+            self._tried += 1
             self.outcomes[event.trial.outcome] += 1
             self.now = f"{_where(event.trial.problem, event)}: {best_so_far(event.best)}"
         elif isinstance(event, ProblemFinished):
@@ -186,7 +185,7 @@ class State:
     @property
     def _prepares(self) -> bool:
         """Whether there is nothing to try yet."""
-        return not (self._first or self._built)
+        return not (self._tried or self._built)
 
     @property
     def _refined(self) -> tuple[int, int]:
@@ -221,8 +220,8 @@ class State:
     @property
     def rate(self) -> str:
         """The rate, such as "3.2 trials/s"; "" if it is not known."""
-        seconds = self._clock() - self._first
-        return f"{self._tried / seconds:.1f} trials/s" if self._tried >= FEW_TRIALS - 1 and seconds > 0 else ""
+        seconds = self._clock() - self._since
+        return f"{self._tried / seconds:.1f} trials/s" if self._tried >= FEW_TRIALS and seconds > 0 else ""
 
     @property
     def seconds_left(self) -> float | None:
@@ -236,7 +235,7 @@ class State:
                 left.append((now - self._refining_since) / done * (kernels - done))
         elif self.rate:
             searched = now - self._group_began
-            to_search = (now - self._first) / self._tried * (self.trials - self.finished)
+            to_search = (now - self._since) / self._tried * (self.trials - self.finished)
             left.append((searched + to_search) / (1 - self._refine_share) - searched)
         if not left:
             return None

@@ -17,7 +17,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place
-from hadagen.cli.output import clock_text, counted_text, print_json, report_failures, say
+from hadagen.cli.output import clock_text, counted_text, print_json, program, report_failures, say
 from hadagen.cli.sentences import keeping
 from hadagen.cli.wanted import FEW, Wanted, by_row_length, heaviest
 from hadagen.errors import DeviceError, StorageError, UsageError
@@ -356,7 +356,7 @@ def _first_line(
 def _what_is_kept(store: Store, archs: Sequence[str], db: str | None, bundle: Path | None) -> str:
     """The sentence at Ctrl-C: where trials are kept, and how to make a bundle of them."""
     rest = ["--db", store.place] * (db is not None) + [str(bundle)] * (bundle is not None)
-    commands = " and ".join(shlex.join(["hadagen", "bundle", "make", "--arch", arch, *rest]) for arch in archs)
+    commands = " and ".join(f"{program()} {shlex.join(['bundle', 'make', '--arch', arch, *rest])}" for arch in archs)
     return (
         f"every finished trial is kept in {store.place}, and the same command continues; "
         f"to write a bundle of the winners so far: {commands}"
