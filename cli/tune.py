@@ -349,7 +349,8 @@ def _first_line(
         )
     if not budget.seconds:
         return f"{what}; {counted_text(trials or 0, 'trial')} for each problem, without a limit to the time"
-    lengths = f", {budget.seconds[0]:g} s for each of {len(budget.seconds)} row lengths" if gpu else ""
+    lengths = f", {budget.seconds[0]:g} s for each of {len(budget.seconds)} row lengths"
+    lengths = lengths if gpu and len(budget.seconds) > 1 else ""
     return f"{what}; this takes at most {clock_text(sum(budget.seconds))}{lengths}"
 
 
