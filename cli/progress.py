@@ -229,17 +229,19 @@ class State:
         known."""
         now, group = self._clock(), self._group or GroupStarted(0)
         left = [] if group.seconds is None else [self._group_began + group.seconds - now]
+        usual = (self._group_began - self._began) / self._ended if self._ended else inf  # of a group
+        searched = now - self._group_began
         done, kernels = self._refined
         if self._refining:
             if done and not left:  # how many rounds follow is not known
                 left.append((now - self._refining_since) / done * (kernels - done))
         elif self.rate:
-            searched = now - self._group_began
             to_search = (now - self._since) / self._tried * (self.trials - self.finished)
             left.append((searched + to_search) / (1 - self._refine_share) - searched)
+        elif searched < usual < inf:
+            left.append(usual - searched)
         if not left:
             return None
-        usual = (self._group_began - self._began) / self._ended if self._ended else inf
         return max(0.0, min(left)) + sum(min(usual, most) for most in group.later)
 
     def __rich__(self) -> RenderableType:

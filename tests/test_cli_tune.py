@@ -631,7 +631,9 @@ def test_the_time_left_is_that_of_all_phases_of_all_groups() -> None:
     assert state.seconds_left == 25 + 120  # more rounds may follow
     now[0] = 40.0
     state.listen(GroupStarted(1, 60.0, (60.0,)))
-    assert state.seconds_left == 60 + 40  # the first took 40 s
+    assert state.seconds_left == 40 + 40  # the first took 40 s
+    now[0] = 90.0
+    assert state.seconds_left == 10 + 40  # not this one
     state.listen(search(50, 10))
     assert (state.finished_problems, state.counts) == (2, "70 of about 200 trials (60 ok)")
     state.listen(Writing())
