@@ -29,6 +29,7 @@ SAMPLED = {
     "test_cli_kernels.py::test_emit_changes_others_where_what_it_is_given_calls_for_it": 0,
     "test_cli_kernels.py::test_where_no_choice_is_legal_emit_says_so": 0,
     "test_cli_failures.py::test_missing_compilers_are_named_with_the_fix": 0,
+    "test_cli_tune.py::test_all_phases_end_in_time": 1,
     "test_cli_tune.py::test_impatient_interrupts_lose_nothing_and_are_one_sentence": 0,
     "test_comparing.py::test_a_runner_compares_and_ranks": 0,
     "test_comparing.py::test_products_compute_what_our_kernels_do": 0,
