@@ -1,4 +1,4 @@
-"""Llama models in plain PyTorch: checkpoints of safetensors, the forward pass, and rotations folded into the weights."""
+"""Llama models in plain PyTorch: checkpoints of safetensors, the forward pass, rotations folded into the weights."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from hadagen import Rotation
 
 Weights = dict[str, Any]  # tensors [out, in], by the names of the checkpoint; a linear layer may have its own type
+# The layers after each norm.
+NORMS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
 # (q [heads, tokens, head], k and v [kv_heads, tokens, head]) → [heads, tokens, head]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -130,11 +135,11 @@ class Model:
         for layer in range(self.config.layers):
             at = f"model.layers.{layer}"
             normal = self._normal(f"{at}.input_layernorm", x)
-            q, k, v = (self._heads(self._linear(f"{at}.self_attn.{name}_proj", normal)) for name in "qkv")
+            q, k, v = (self._heads(self._linear(f"{at}.self_attn.{part}_proj", normal)) for part in "qkv")
             found = self.attention(turned(q), turned(k), v).transpose(0, 1).flatten(1)
             x = x + self._linear(f"{at}.self_attn.o_proj", found)
             normal = self._normal(f"{at}.post_attention_layernorm", x)
-            gate, up = (self._linear(f"{at}.mlp.{name}_proj", normal) for name in ("gate", "up"))
+            gate, up = (self._linear(f"{at}.mlp.{part}_proj", normal) for part in ("gate", "up"))
             x = x + self._linear(f"{at}.mlp.down_proj", silu(gate) * up)
         head = embedding if self.config.tied else self.weights["lm_head.weight"]
         return self._normal("model.norm", x) @ head.T
@@ -163,33 +168,40 @@ def frequencies(config: Config) -> torch.Tensor:
 
 
 # ---- rotations -------------------------------------------------------------------------------------------------------
-def rotated(
-    config: Config, weights: Weights, block: int | None = None, seed: int = 0
-) -> tuple[Config, Weights, Rotation]:
-    """The same model on rotated activations, and the rotation that is left for the inputs of each down_proj.
+# The rotations of a layer's inputs that a model makes in each pass, by the last part of the layer's name.
+Online = dict[str, Rotation]
 
-    block: None rotates whole rows; else blocks of so many elements. seed: of the random signs of the residual stream.
+
+def rotated(config: Config, weights: Weights, seed: int = 0) -> tuple[Config, Weights, Online]:
+    """The same model on activations whose whole rows are rotated. seed: of the signs of the residual stream.
+
+    R1 of the residual stream and R2 of the heads of values are folded into the weights, and so are the factors of the
+    norms. R4, of the inputs of each down_proj, is left.
     """
-    signs = 1 - 2 * torch.randint(0, 2, (block or config.width,), generator=torch.Generator().manual_seed(seed))
-    stream = Rotation(config.width, block=block, signs=signs)  # R1
-    of_head = Rotation(config.head, block=block)  # R2
-    inner = Rotation(config.inner, block=block)  # R4
-    embedding, last = "model.embed_tokens.weight", "model.norm.weight"
-    head = weights[embedding if config.tied else "lm_head.weight"]
+    embedding, last = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
+    signs = 1 - 2 * torch.randint(0, 2, (config.width,), generator=torch.Generator().manual_seed(seed))
+    r1 = Rotation(config.width, signs=signs).to(embedding.device)
+    r2, r4 = Rotation(config.head), Rotation(config.inner)
     made = {name: torch.ones_like(weight) if weight.dim() == 1 else weight for name, weight in weights.items()}
-    made[embedding] = stream(weights[embedding])
-    made["lm_head.weight"] = stream.fold_into(head * weights[last], "input")
+    made["model.embed_tokens.weight"] = r1(embedding)
+    made["lm_head.weight"] = r1.fold_into((embedding if config.tied else weights["lm_head.weight"]) * last, "input")
     for layer in range(config.layers):
         at = f"model.layers.{layer}"
-        after_norm = {"input_layernorm": ("self_attn.q", "self_attn.k", "self_attn.v")}
-        after_norm["post_attention_layernorm"] = ("mlp.gate", "mlp.up")
-        for norm, names in after_norm.items():
-            for name in (f"{at}.{name}_proj.weight" for name in names):
-                made[name] = stream.fold_into(weights[name] * weights[f"{at}.{norm}.weight"], "input")
-        v, o, down = (f"{at}.{name}_proj.weight" for name in ("self_attn.v", "self_attn.o", "mlp.down"))
-        made[v] = of_head.fold_into(made[v].unflatten(0, (-1, config.head)), "output").flatten(0, 1)
-        made[o] = of_head.fold_into(made[o].unflatten(1, (-1, config.head)), "input").flatten(1)
-        made[down] = inner.fold_into(made[down], "input")
-        for name in (o, down):
-            made[name] = stream.fold_into(made[name], "output")
-    return replace(config, tied=False), made, inner
+        for norm, parts in NORMS.items():
+            for name in (f"{at}.{part}.weight" for part in parts):
+                made[name] = r1.fold_into(weights[name] * weights[f"{at}.{norm}.weight"], "input")
+        v, o, down = (f"{at}.{part}_proj.weight" for part in ("self_attn.v", "self_attn.o", "mlp.down"))
+        made[v] = r2.fold_into(made[v].unflatten(0, (-1, config.head)), "output").flatten(0, 1)
+        made[o] = r1.fold_into(r2.fold_into(made[o].unflatten(1, (-1, config.head)), "input").flatten(1), "output")
+        made[down] = r1.fold_into(r4.fold_into(made[down], "input"), "output")
+    return replace(config, tied=False), made, {"down_proj": r4}
+
+
+def in_blocks(config: Config, weights: Weights, block: int) -> tuple[Config, Weights, Online]:
+    """The same model with the inputs of all linear layers rotated in blocks, which is left to do in each pass."""
+    made, online = dict(weights), {}
+    for name, weight in weights.items():
+        if "_proj." in name:
+            rotation = online.setdefault(name.split(".")[-2], Rotation(weight.shape[1], block=block))
+            made[name] = rotation.fold_into(weight, "input")
+    return config, made, online
