@@ -56,10 +56,10 @@ def draw_activations(inputs: Mapping[str, Sequence[float]], path: Path, descript
     """The largest magnitude of each channel, without and with rotation."""
     pyplot = _pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(8, 2.6), layout="constrained", sharey=True)
-    for panel, (title, rotated), color in zip(
-        panels, (("as they are", False), ("rotated", True)), COLORS, strict=False
+    for panel, (title, rotation), color in zip(
+        panels, (("as they are", "none"), ("rotated", "rows")), COLORS, strict=False
     ):
-        peaks = inputs[str(rotated)]
+        peaks = inputs[rotation]
         panel.plot(peaks, color=color, linewidth=0.6)
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("channel")

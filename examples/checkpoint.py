@@ -89,9 +89,9 @@ def load(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) 
 def convert(options: argparse.Namespace) -> None:
     config, weights = llama.load(options.checkpoint)
     kept = weights["model.embed_tokens.weight"].dtype
-    exact = {name: weight.float() for name, weight in weights.items()}
+    weights = {name: weight.float() for name, weight in weights.items()}
     rotation = options.rotation or ROTATIONS[options.to]
-    config, made, online = quantized(config, exact, options.to, rotation, options.seed)
+    config, made, online = quantized(config, weights, options.to, rotation, options.seed)
     stored = {name: weight if isinstance(weight, Quantized) else weight.to(kept) for name, weight in made.items()}
     save(options.folder, options.checkpoint, stored, online, config.tied)
 
