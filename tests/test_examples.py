@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hadagen import rotate_quantize
+
+transformers = pytest.importorskip("transformers", "5.0")
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "data"
@@ -79,10 +80,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(folder: Path, **changes: Any) -> LlamaForCausalLM:
+def made(folder: Path, **changes: Any) -> Any:
     """A random model, whose norms have factors, and its checkpoint."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | changes)).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | changes)).eval()
     for name, weight in model.named_parameters():
         torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(folder)
@@ -113,7 +114,7 @@ def test_a_model_without_its_last_rotation_is_a_checkpoint_of_transformers(tmp_p
     expected = model(TOKENS[None]).logits[0]
     _, weights, online = llama.rotated(*llama.load(tmp_path))
     assert set(online) == {"down_proj"}
-    plain = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     plain.load_state_dict(weights)
     for layer in plain.model.layers:
         layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: (online["down_proj"](inputs[0]),))
