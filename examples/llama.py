@@ -35,6 +35,7 @@ class Config:
     head: int
     width: int
     inner: int
+    vocabulary: int
     epsilon: float
     rope: Mapping[str, Any]
     tied: bool
@@ -45,9 +46,16 @@ class Config:
         path = Path(folder) / "config.json"
         if not path.exists():
             raise SystemExit(f"{path} is not there; name a folder with config.json and *.safetensors")
-        known = json.loads(path.read_text(encoding="utf-8"))
-        rope = {"rope_theta": known.get("rope_theta", 1e4), "rope_type": "default"}
-        rope |= known.get("rope_parameters") or known.get("rope_scaling") or {}
+        try:
+            return cls._of(path, json.loads(path.read_text(encoding="utf-8")))
+        except (KeyError, ValueError) as error:
+            raise SystemExit(f"{path} is no configuration of a Llama: {error!r}; copy it from the checkpoint") from None
+
+    @classmethod
+    def _of(cls, path: Path, known: dict[str, Any]) -> Config:
+        scaling = known.get("rope_parameters") or known.get("rope_scaling") or {}
+        kind = {"rope_theta": known.get("rope_theta", 1e4), "rope_type": scaling.get("type", "default")}
+        rope = kind | scaling  # older files say "type"
         for name, value, supported in (
             ("model_type", known.get("model_type"), ["llama"]),
             ("hidden_act", known.get("hidden_act", "silu"), ["silu"]),
@@ -67,13 +75,14 @@ class Config:
             head=known.get("head_dim") or width // heads,
             width=width,
             inner=known["intermediate_size"],
+            vocabulary=known["vocab_size"],
             epsilon=known["rms_norm_eps"],
             rope=rope,
             tied=known.get("tie_word_embeddings", False),
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names of all weights, and their shapes. The vocabulary, which is -1 here, may have any size."""
+        """The names of all weights, and their shapes."""
         of_layer = {
             "input_layernorm": (self.width,),
             "self_attn.q_proj": (self.heads * self.head, self.width),
@@ -88,8 +97,8 @@ class Config:
         layers = {
             f"model.layers.{at}.{name}.weight": shape for at in range(self.layers) for name, shape in of_layer.items()
         }
-        head = {} if self.tied else {"lm_head.weight": (-1, self.width)}
-        ends = {"model.embed_tokens.weight": (-1, self.width), "model.norm.weight": (self.width,)}
+        head = {} if self.tied else {"lm_head.weight": (self.vocabulary, self.width)}
+        ends = {"model.embed_tokens.weight": (self.vocabulary, self.width), "model.norm.weight": (self.width,)}
         return ends | head | layers
 
 
@@ -101,7 +110,7 @@ def load(folder: str | Path, dtype: torch.dtype | None = None) -> tuple[Config, 
     for name, shape in config.shapes().items():
         if name not in found:
             raise SystemExit(f"{folder} has no weight {name} in *.safetensors; it is no complete Llama checkpoint")
-        if tuple(found[name].shape[-len(shape) :])[-1] != shape[-1] or shape[0] not in (-1, found[name].shape[0]):
+        if tuple(found[name].shape) != shape:
             raise SystemExit(f"{name} has the shape {tuple(found[name].shape)}, but config.json says {shape}")
     return config, {name: found[name].to(dtype or found[name].dtype) for name in config.shapes()}
 

@@ -156,6 +156,9 @@ def test_products_of_codes_are_those_of_their_values() -> None:
         ({"model_type": "mistral"}, "model_type = mistral; this program only handles llama"),
         ({"attention_bias": True}, "attention_bias = True; this program only handles False"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type = yarn; this program only handles default or llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = linear; this program only handles default"),
+        ({}, "model_type = None; this program only handles llama"),
+        ({"vocab_size": None}, "has the shape (200, 96), but config.json says (None, 96)"),
         ({"num_hidden_layers": 3}, "has no weight model.layers.2.input_layernorm.weight"),
         ({"intermediate_size": 128}, "has the shape (160, 96), but config.json says (128, 96)"),
     ],
@@ -167,7 +170,7 @@ def test_a_checkpoint_that_is_not_handled_is_refused_in_a_sentence(
     path = tmp_path / "config.json"
     known = json.loads(path.read_text())
     known.pop("rope_parameters")
-    path.write_text(json.dumps(known | changes))
+    path.write_text(json.dumps(known | changes) if changes else "{}")
     with pytest.raises(SystemExit, match=sentence.replace("(", r"\(").replace(")", r"\)")):
         module("llama").load(tmp_path)
 
