@@ -55,8 +55,8 @@ def emit(
 ) -> None:
     """Print the source of a kernel, or count the legal kernels.
 
-    Knobs that are not set get the legal values nearest to the known winner for large inputs, or to the first seed if no
-    winner is known.
+    Knobs that are not set get the legal values nearest to the known winner for large inputs, or the values that a
+    search tries first if no winner is known.
     """
     from hadagen.compiler.codegen import render, with_headers
     from hadagen.plan.arch import load_arch
@@ -98,9 +98,10 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     }
     half, _, form = launch.scale_form.value.rpartition("-")
     where = "device addresses" if launch.reads_rows else "device addresses that are multiples of 16"
+    target = source.compiled_for(arch.nvcc_arch)
     lines = [
         "One kernel of hadagen, with all that it includes. It compiles with:",
-        f"  nvcc -std=c++17 -O3 -arch={arch.nvcc_arch} -cubin {source.entry}.cu -o {source.entry}.cubin",
+        f"  nvcc -std=c++17 -O3 -arch={target} -cubin {source.entry}.cu -o {source.entry}.cubin",
         f"Launch {blocks} blocks of {launch.threads} threads{together}.",
         f"A block has {launch.shared_bytes} bytes of dynamic shared memory.",
         *(f"Set {attribute} first." for attribute, needed in attributes.items() if needed),

@@ -9,6 +9,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.output import say
 from hadagen.errors import StorageError
+from hadagen.report.against import comparison
 from hadagen.report.sources import Source, read_bundle, read_store
 from hadagen.tuning_db.atomic_file import HEADER_BYTES, atomic_file, check_place
 from hadagen.tuning_db.bundle import Bundle, is_bundle, shipped
@@ -26,11 +27,14 @@ DEFAULT_PAGE = "report.html"
     show_default=True,
     help="File of the page; an existing page is replaced.",
 )
+@click.option(
+    "--against", metavar="DB|BUNDLE|ARCH", help="Another source; the page compares the times of winners with it."
+)
 @click.argument("source", metavar="[DB|BUNDLE|ARCH]", required=False)
-def report(source: str | None, out: Path) -> None:
+def report(source: str | None, against: str | None, out: Path) -> None:
     """Write a page about a tuning database or a bundle, for a browser.
 
-    The page shows the speed of the winners beside a copy, the effect of each knob, how soon the search found the best
+    The page shows the speed of any n beside a copy, the effect of each knob, how soon the search found the best
     variant, errors, failures, and the hardware and software behind the numbers. For a bundle, it shows only the
     winners. The source is a file, an SQLite or PostgreSQL URL, or an arch such as sm90, for the bundle that hadagen
     ships. The default is the tuning database of the user. The page is one file, and needs no network.
@@ -39,9 +43,12 @@ def report(source: str | None, out: Path) -> None:
 
     check_place(out, "a report of hadagen", lambda header: header.startswith(BEGINNING))
     read = _read(source)
-    page = report_page(read)
+    compared = comparison(read, _read(against)) if against else None
+    page = report_page(read, compared)
     with atomic_file(out) as new:
         new.write_text(page, encoding="utf-8")
+    if compared:
+        say(compared.summary)
     what = f"{len(read.trials)} trials, {len(read.winners)} winners" if read.trials else f"{len(read.winners)} winners"
     say(f"{out}: {what}, {out.stat().st_size / 1e6:.1f} MB")
 

@@ -13,8 +13,8 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `data/sanitizer_h200.csv` by `ci/sanitize.py`, `data/fleet.json` by `simulate_fleet.py`, and `data/tunes_h200.csv` by
 `compare_tunes.py`. `data/fleet_h100.json` has the trials of one GPU and of two in the same time, by the command that it
 names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`.
-Our times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking
-does not.
+Our times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install '.[docs]'); checking does
+not.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
 modules `refresh_*.py` make the parts.
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import refresh_files as files
 from refresh_api import api
+from refresh_compared import compared_table
 from refresh_fleet import fleet_numbers
 from refresh_formats import (
     accurate_codes_table,
@@ -44,7 +45,7 @@ from refresh_other_tables import (
     choices_table,
     invariant_table,
     knobs_table,
-    lost_between_on_h200,
+    lost_between,
     pruned_table,
 )
 from refresh_pictures import draw, draw_activations, draw_search, fingerprint, is_drawn_from
@@ -60,26 +61,29 @@ def generated() -> dict[Path, dict[str, str]]:
     times = read_times() if all(path.exists() for path in sources()) else None
     return {
         files.README: {"speed": speed(times) if times else files.NO_DATA},
-        files.QUANTIZATION: {"attention": attention_table(), "models": models_table()},
+        files.FORMATS: {"attention": attention_table(), "models": models_table()},
         files.CHECKPOINT_PAGE: {"checkpoint": checkpoint_table()},
         files.PERFORMANCE: {
             "libraries": numbers(times) if times else files.NO_DATA,
             "h200": h200_table(),
-            "rotations": rotations_table(),
             "products": products_table(),
-            "parts": parts_table(),
-            "signs": signs_table(),
+            "passes": passes_table(),
+            "torchao": torchao_numbers(),
             "formats": formats_table(),
             "codes": accurate_codes_table(),
-            "quantized_parts": quantized_parts_table(),
-            "torchao": torchao_numbers(),
-            "passes": passes_table(),
             "pitched": pitched_table(times) if times else files.NO_DATA,
-            "between": between_table(),
-            "between-h200": lost_between_on_h200(),
+            "lost": lost_between(),
             "invariant": invariant_table(),
             "calls": call_table(),
         },
+        files.MEASUREMENTS: {
+            "rotations": rotations_table(),
+            "parts": parts_table(),
+            "quantized_parts": quantized_parts_table(),
+            "signs": signs_table(),
+            "between": between_table(),
+        },
+        files.COMPARED: {"compared": compared_table(times)},
         files.API: {"api": api()},
         files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},
         files.SEARCH_PAGE: {"search": search_numbers()},
@@ -149,7 +153,7 @@ def main(arguments: list[str]) -> None:
     if files.SEARCH.exists():
         draw_search(Searches.read(), files.SEARCH_PICTURE, fingerprint(files.SEARCH))
     if files.QUAROT.exists():
-        draw_activations(read(files.QUAROT)["inputs"], files.ACTIVATIONS_PICTURE, fingerprint(files.QUAROT))
+        draw_activations(read(files.QUAROT), files.ACTIVATIONS_PICTURE, fingerprint(files.QUAROT))
 
 
 if __name__ == "__main__":

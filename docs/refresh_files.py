@@ -43,10 +43,12 @@ README = DOCS.parent / "README.md"
 CALLS = DOCS / "data" / "calls_h100.json"
 RECORDINGS = DOCS / "data" / "recordings"
 PERFORMANCE = DOCS / "performance.md"
+MEASUREMENTS = DOCS / "internals" / "measurements.md"
 API = DOCS / "api.md"
 SEARCHING = DOCS / "internals" / "searching.md"
-EXPERIMENTS = DOCS / "experiments.md"
-QUANTIZATION = DOCS / "quantization.md"
+EXPERIMENTS = DOCS / "internals" / "experiments.md"
+FORMATS = DOCS / "formats.md"
+COMPARED = DOCS / "compared.md"
 
 # What tests and `ci/sanitize.py` found, and what two tunes chose (`compare_tunes.py`).
 RELIABILITY = DOCS / "reliability.md"
@@ -65,7 +67,7 @@ FLEET_GPUS = DOCS / "data" / "fleet_h100.json"
 FLEET_KILLS = DOCS / "data" / "fleet_kills.json"
 
 SEARCH = DOCS / "data" / "search.json"
-SEARCH_PAGE = DOCS / "search.md"
+SEARCH_PAGE = DOCS / "internals" / "comparing-searches.md"
 SEARCH_PICTURE = DOCS / "assets" / "search.svg"
 
 # What a document shows where there is no data yet.

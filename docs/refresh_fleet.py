@@ -15,16 +15,17 @@ def fleet_numbers() -> str:
     if simulated:
         search = simulated["search"]
         paragraphs += [
-            f"In a simulation on [recorded timings](search.md), {simulated['workers']} workers with one GPU each, of "
-            f"{len(simulated['classes'])} classes, finished {simulated['trials_per_second']:.0f} trials a second in "
-            f"one run. From a tenth to eight tenths of the trials, the GPUs of each class measured at least "
+            f"In a simulation on [recorded timings](internals/comparing-searches.md), {simulated['workers']} workers "
+            f"with one GPU each, of {len(simulated['classes'])} classes, finished "
+            f"{simulated['trials_per_second']:.0f} trials a second in one run. From a tenth to eight tenths of the "
+            f"trials, the GPUs of each class measured at least "
             f"{_least_busy(simulated)}% of the time. Each trial took "
             f"{simulated['coordinator_ms_per_trial']:.1f} ms of the CPU time of `hadagen tune`.",
             f"A search with many variants in progress knows fewer results when it chooses. With one in progress, a "
             f"search reaches {search['one_by_one']:.3f} of the best speed within its budget. With {search['workers']} "
             f"in progress, it reaches {search['in_parallel']:.3f} after {search['more']:g} times as many evaluations "
             f"({search['problems']} problems, {search['seeds']} seeds). A search on one GPU has some batches in "
-            "progress, as in the [tables](search.md).",
+            "progress, as in the [tables](internals/comparing-searches.md).",
         ]
     if gpus:
         one, many = gpus["runs"][0], gpus["runs"][-1]

@@ -49,12 +49,13 @@ def between_table() -> str:
         kind = numerics if rows_lie == Rows.CONTIGUOUS else f"{numerics}, {rows_lie}"
         place = f"{worst['rows']}, {worst['destination']}"
         lines.append((n, dtype, kind, worst["variants"], _loss(found), _worst(found), place))
-    return f"{wrapped(f'{_lost_between(rows)}:')}\n\n{grid('rllrrrl', head, lines)}"
+    return grid("rllrrrl", head, lines)
 
 
-def lost_between_on_h200() -> str:
-    """The loss of calls between these counts on an H200, in a sentence."""
-    return wrapped(f"{_lost_between(read_rows(files.BETWEEN_H200))}.") if files.BETWEEN_H200.exists() else files.NO_DATA
+def lost_between() -> str:
+    """The loss of calls between these counts, in a sentence for each GPU."""
+    tables = [read_rows(path) for path in (files.BETWEEN, files.BETWEEN_H200) if path.exists()]
+    return "\n".join(wrapped(f"- {_lost_between(rows)}", "  ") for rows in tables) or files.NO_DATA
 
 
 Row = Mapping[str, str]
@@ -65,7 +66,7 @@ def _lost_between(rows: Sequence[Row]) -> str:
     counts = len(rows) / problems
     return (
         f"On an {rows[0]['gpu']}, over {problems} problems with {counts:.0f} row counts each, a call loses "
-        f"{_loss(rows)} (geometric mean) to the best variant known, and {_worst(rows)} where it loses most"
+        f"{_loss(rows)} (geometric mean) to the best variant known, and {_worst(rows)} where it loses most."
     )
 
 

@@ -1,9 +1,16 @@
-"""The pictures of the documents. Each contains a fingerprint of the data it was drawn from."""
+"""The pictures of the documents. Each contains a fingerprint of the data it was drawn from.
+
+The background is transparent, and every color is legible on white and on the dark pages of GitHub.
+
+The picture of activations divides the largest magnitude of each channel by the RMS of all inputs of the layer. The
+file `data/quarot.json` has these in "inputs" and "rms", both without and then with rotation, by the same two names:
+`"inputs": {"none": [0.99, …], "rows": [5.8, …]}, "rms": {"none": 1.9, "rows": 1.9}`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +18,10 @@ from refresh_search import Searches
 from refresh_speed_tables import DESTINATION, DTYPE, REGIMES
 from refresh_times import LIBRARIES, Cell, Times
 
-COLORS = ("#1b6ac9", "#0b2e59", "#d9822b", "#8a8f98")  # of `LIBRARIES`
+COLORS = ("#2f81f7", "#9461d6", "#d9731a", "#7d858f")  # of `LIBRARIES`
 # Of our searches; of those of Kernel Tuner, the best first.
-SEARCH_COLORS = ("#1b6ac9", "#8a8f98"), ("#d9822b", "#e3b341", "#a05a2c")
+SEARCH_COLORS = ("#2f81f7", "#7d858f"), ("#d9731a", "#a8860f", "#c75a8f")
+INK = "#6e7781"  # text, axes and lines behind the data
 # The lower end of the axis in the picture of searches.
 LEAST_FRACTION = 0.85
 
@@ -37,35 +45,40 @@ def _pyplot() -> Any:
 
     # svg.fonttype: text stays text
     pyplot.rcParams.update({"svg.hashsalt": "hadagen", "svg.fonttype": "none", "font.family": "sans-serif"})
+    inked = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"
+    pyplot.rcParams.update(dict.fromkeys(inked, INK))
     return pyplot
 
 
 def _save(pyplot: Any, figure: Any, path: Path, description: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Description": description})
+    figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Description": description})
     pyplot.close(figure)
 
 
 def _style(panel: Any) -> None:
-    panel.grid(axis="y", color="#eceef1", linewidth=0.8)
+    panel.grid(axis="y", alpha=0.25, linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def draw_activations(inputs: Mapping[str, Sequence[float]], path: Path, description: str) -> None:
-    """The largest magnitude of each channel, without and with rotation."""
+def draw_activations(layer: Mapping[str, Any], path: Path, description: str) -> None:
+    """The largest magnitude of each channel over the RMS of the layer, without and with rotation.
+
+    layer: the content of `quarot.json`. Without "rms", the picture shows the magnitudes themselves.
+    """
     pyplot = _pyplot()
-    figure, panels = pyplot.subplots(1, 2, figsize=(8, 2.6), layout="constrained", sharey=True)
-    for panel, (title, rotation), color in zip(
-        panels, (("as they are", "none"), ("rotated", "rows")), COLORS, strict=False
-    ):
-        peaks = inputs[rotation]
-        panel.plot(peaks, color=color, linewidth=0.6)
-        panel.set_title(title, fontsize=10)
-        panel.set_xlabel("channel")
-        panel.set_yscale("log")
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 2.8), layout="constrained", sharey=True)
+    unit = " / RMS" if "rms" in layer else ""
+    titles = "as they are", "rotated"
+    for panel, title, (way, peaks), color in zip(panels, titles, layer["inputs"].items(), COLORS[::2], strict=True):
+        ratios = [peak / (layer["rms"][way] if unit else 1) for peak in peaks]
+        panel.plot(ratios, color=color, linewidth=1)
+        panel.set_title(f"{title}: at most {max(ratios):,.0f}", fontsize=10, loc="left")
+        panel.set_xlabel(f"channel of the inputs of {layer['layer']}")
+        panel.set_ylim(bottom=0)
         _style(panel)
-    panels[0].set_ylabel("largest magnitude")
+    panels[0].set_ylabel(f"largest magnitude{unit}")
     _save(pyplot, figure, path, description)
 
 
@@ -73,7 +86,7 @@ def draw_search(searches: Searches, path: Path, description: str) -> None:
     """A line for each search: the fraction of the best over evaluations."""
     pyplot = _pyplot()
     figure, panel = pyplot.subplots(figsize=(8, 3.9), layout="constrained")
-    panel.axhline(1.0, color="#c5c9cf", linewidth=1, zorder=0)
+    panel.axhline(1.0, color=INK, linewidth=1, zorder=0)
     ours, theirs = SEARCH_COLORS
     colors = [*ours[: len(searches.ours)], *theirs[: len(searches.theirs)]]
     for label, curve, color in zip(searches.labels, searches.curves, colors, strict=True):
@@ -92,9 +105,9 @@ def draw(times: Times, path: Path, description: str) -> None:
     pyplot = _pyplot()
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    figure, panels = pyplot.subplots(1, len(REGIMES), figsize=(11, 3.9), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, len(REGIMES), figsize=(9.6, 3.9), sharey=True, layout="constrained")
     for panel, (title, elements, cache) in zip(panels, REGIMES, strict=True):
-        panel.axhline(1.0, color="#c5c9cf", linewidth=1, zorder=0)
+        panel.axhline(1.0, color=INK, linewidth=1, zorder=0)
         for name, color in zip(LIBRARIES, COLORS, strict=True):
             shown = {
                 cell.n: time.fraction_of_copy
@@ -110,6 +123,7 @@ def draw(times: Times, path: Path, description: str) -> None:
         panel.xaxis.set_major_formatter("{x:g}")
         panel.set_xlabel("n")
         panel.set_ylim(bottom=0)
+        panel.annotate("a plain copy", (0, 1), (3, -10), ("axes fraction", "data"), "offset points", fontsize=8)
         _style(panel)
     panels[0].set_ylabel("speed, as a fraction of a plain copy")
     figure.suptitle(f"H100, {DTYPE}, {DESTINATION}", fontsize=10, x=0.01, ha="left")

@@ -76,14 +76,14 @@ def _name(transform: Transform) -> str:
 
 def rotation_headline() -> str:
     """How many times as fast the accurate kernels are as two products by PyTorch, in a sentence."""
-    ratios = [ratio for (*_, library), ratio in _products()[1].items() if library == TWO]
+    ratios = [ratio for (*_, library), ratio in products()[1].items() if library == TWO]
     return f"{geometric_mean(ratios):.1f} times as fast as two products by PyTorch ({len(ratios)} cells) on an H200"
 
 
 Products = dict[tuple[Transform, str, str], float]
 
 
-def _products() -> tuple[list[Transform], Products]:
+def products() -> tuple[list[Transform], Products]:
     """The transforms that were timed beside products by PyTorch; and by transform, cache and library, how many times as
     fast the accurate kernels are."""
     us: dict[tuple[Transform, str], dict[str, float]] = {}
@@ -104,7 +104,7 @@ def products_table() -> str:
     """How many times as fast as products by PyTorch the kernels are, in Markdown."""
     if not files.ROTATIONS.exists():
         return files.NO_DATA
-    transforms, ratios = _products()
+    transforms, ratios = products()
     columns = [(library, cache) for library in (TWO, ONE) for cache in ("hot", "cold")]
     rows = [
         [_name(transform), *(number(ratios.get((transform, cache, library))) for library, cache in columns)]

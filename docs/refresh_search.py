@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from os.path import relpath
 from typing import Any, NamedTuple
 
 import refresh_files as files
@@ -57,7 +58,7 @@ def search_numbers() -> str:
     others = ", ".join(f"{name} {value:.3f}" for name, value in data["kernel_tuner_others"].items())
     return "\n".join(
         [
-            f"![Fraction of the best over evaluations]({files.SEARCH_PICTURE.relative_to(files.SEARCH_PAGE.parent)})",
+            f"![Fraction of the best over evaluations]({relpath(files.SEARCH_PICTURE, files.SEARCH_PAGE.parent)})",
             "",
             f"Recorded on an {environment['gpu']} (driver {environment['driver']}, compiler {environment['nvcc']}); "
             f"{data['seeds']} seeds; Optuna {versions['optuna']}, Kernel Tuner {versions['kernel_tuner']}.",

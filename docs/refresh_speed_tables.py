@@ -47,13 +47,9 @@ COLUMNS = (16, 128, 512, 1024, 4096, 8192, 16384, 32768)
 LONG_COLUMNS = (*COLUMNS, 65536, 131072)  # other libraries have no such rows
 
 METHOD = """\
-All times of a cell are taken within the same seconds, by the same method{runs}. A fraction compares a time with the
-median of the fastest of four copy kernels. Launches are timed one right after another. Our kernels start while the
-kernel before them still ends, and some let the next kernel start early. Copies and the other libraries do neither, so
-our kernels may beat a copy where launches are short. Beside kernels of other libraries that saves less, or nothing.
-From memory, some of our kernels ask for their input before they use it, and beat a copy by a little. The second table
-divides times in microseconds. Its cells are the element counts from 64 K to 256 M, types and destinations, hot in L2 or
-cold, at which both were timed. fast-hadamard-transform loses most at small n."""
+All times of a cell are taken within the same seconds, by the same method{runs}. The second table divides times in
+microseconds. Its cells are the element counts from 64 K to 256 M, types and destinations, hot in L2 or cold, at which
+both were timed. fast-hadamard-transform loses most at small n."""
 ONE_RUN, TWO_RUNS = ", and all cells are of one run", "; cells of {what} are of an earlier run than the others"
 RETUNED = "For some cells of n = {lengths} the bundle names other kernels by now."
 

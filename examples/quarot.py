@@ -147,26 +147,28 @@ def measure(given: study.Given) -> dict[str, Any]:
 
 
 def inputs_of_a_layer(given: study.Given) -> dict[str, Any]:
-    """The largest magnitude of each channel in the first window, without and with a rotation of rows."""
-    peaks: list[dict[str, torch.Tensor]] = []
-    for config, weights, online in (
-        (given.config, given.weights, {}),
-        rotated(given.config, given.weights),
-    ):
-        found: dict[str, torch.Tensor] = {}
+    """The inputs of one down_proj in the first window, without and with a rotation of rows.
 
-        def seen(name: str, x: torch.Tensor, found: Any = found, online: Any = online) -> None:
+    inputs: the largest magnitude of each channel. rms: of all elements. The layer is the one whose largest channel is
+    furthest above the others.
+    """
+    plain = given.config, given.weights
+    inputs: dict[str, dict[str, torch.Tensor]] = {"none": {}, "rows": {}}
+    for way, (config, weights, online) in {"none": (*plain, {}), "rows": rotated(*plain)}.items():
+
+        def seen(name: str, x: torch.Tensor, found: Any = inputs[way], online: Online = online) -> None:
             if name.endswith("down_proj"):
-                found[name] = turn(online, name, x).abs().amax(0)
+                found[name] = turn(online, name, x)
 
         Model(config, weights, linear(None, online), seen=seen).logits(given.windows[0])
-        peaks.append(found)
-    shown = max(peaks[0], key=lambda name: float(peaks[0][name].max() / peaks[0][name].median()))
-    inputs = {
-        way: [round(float(peak), 3) for peak in found[shown]]
-        for way, found in zip(("none", "rows"), peaks, strict=True)
+    peaks = {name: x.abs().amax(0) for name, x in inputs["none"].items()}
+    shown = max(peaks, key=lambda name: float(peaks[name].max() / peaks[name].median()))
+    of_layer = {way: found[shown] for way, found in inputs.items()}
+    return {
+        "layer": shown.removeprefix("model."),
+        "inputs": {way: [round(float(peak), 3) for peak in x.abs().amax(0)] for way, x in of_layer.items()},
+        "rms": {way: round(float(x.square().mean().sqrt()), 4) for way, x in of_layer.items()},
     }
-    return {"layer": shown, "inputs": inputs}
 
 
 if __name__ == "__main__":

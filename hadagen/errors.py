@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,7 +33,16 @@ def shown(value: Any, most: int = _MOST) -> str:
 
 
 def install(extra: str) -> str:
-    """How to install an extra of hadagen, which no index of packages has yet."""
+    """How to install an extra of hadagen, which no index of packages has yet: of the wheel that was installed, or else
+    in a checkout."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        origin = json.loads(distribution("hadagen").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    if "archive_info" in origin:
+        return f"pip install 'hadagen[{extra}] @ {printable(origin['url'])}'"
     return f"pip install '.[{extra}]' in a checkout of hadagen"
 
 

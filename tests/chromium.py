@@ -30,26 +30,32 @@ def find_chromium() -> str | None:
 
 
 class Opened(NamedTuple):
-    """A page after its scripts ran. title: of the page. said: what it wrote to the console, a line each."""
+    """A page after its scripts ran. said: what it wrote to the console, a line each. dom: its elements, as HTML."""
 
     title: str
     said: list[str]
     picture: Path
+    dom: str
 
 
-def open_page(page: Path, folder: Path, *, width: int = 1200, height: int = 4300) -> Opened:
+def open_page(page: Path, folder: Path, *, width: int = 1200, height: int = 4300, dark: bool = False) -> Opened:
     """Draws the page in a window of this size, in pixels; files go to `folder`. Fails the test if it is not drawn."""
     program, picture = find_chromium(), folder / "page.png"
     assert program, "no Chromium; install it, such as with: apt-get install chromium"
     ours = f"--user-data-dir={folder / 'profile'}", f"--window-size={width},{height}", f"--screenshot={picture}"
+    scheme = ("--blink-settings=preferredColorScheme=0",) * dark
     done = subprocess.run(
-        [program, *_OPTIONS, *ours, page.as_uri()], capture_output=True, text=True, timeout=SECONDS, check=False
+        [program, *_OPTIONS, *ours, *scheme, page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
     shutil.rmtree(folder / "profile", ignore_errors=True)
     assert picture.exists(), done.stderr
     title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title, "the page has no title"
-    return Opened(title[1], re.findall(r'CONSOLE[:(][^"]*"(.*)", source:', done.stderr), picture)
+    return Opened(title[1], re.findall(r'CONSOLE[:(][^"]*"(.*)", source:', done.stderr), picture, done.stdout)
 
 
 def colored_pixels(picture: Path, color: str) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import refresh_speed_tables
 import refresh_times
 import sanitize
 import torch
+from refresh_compared import compared_table
 from refresh_fleet import fleet_numbers
 from refresh_formats import accurate_codes_table
 from refresh_other_tables import invariant_table, knobs_table
@@ -83,28 +85,25 @@ OURS = "ours.csv"  # in place of what the shipped bundle has
 PARTS = {
     "README.md": ("speed",),
     "api.md": ("api",),
-    "quantization.md": ("attention", "models"),
+    "formats.md": ("attention", "models"),
     "checkpoint.md": ("checkpoint",),
     "performance.md": (
         "calls",
         "libraries",
-        "between",
         "h200",
-        "rotations",
         "products",
-        "parts",
-        "signs",
         "formats",
         "codes",
         "passes",
-        "quantized_parts",
         "torchao",
-        "between-h200",
+        "lost",
         "invariant",
         "pitched",
     ),
+    "measurements.md": ("rotations", "parts", "quantized_parts", "signs", "between"),
+    "compared.md": ("compared",),
     "experiments.md": ("choices", "pruned"),
-    "search.md": ("search",),
+    "comparing-searches.md": ("search",),
     "searching.md": ("knobs",),
     "fleets.md": ("fleet",),
     "reliability.md": tuple(PROMISES),
@@ -174,8 +173,8 @@ def test_the_readme_and_the_picture_are_up_to_date() -> None:
 
 def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
-    assert refresh.outdated() == ["README.md", "performance.md", "api.md", "speed.svg"]
-    with pytest.raises(SystemExit, match=r"README.md, performance.md, api.md, speed.svg: out of date"):
+    assert refresh.outdated() == ["README.md", "performance.md", "compared.md", "api.md", "speed.svg"]
+    with pytest.raises(SystemExit, match=r"README.md, performance.md, compared.md, api.md, speed.svg: out of date"):
         refresh.main(["--check"])
     refresh.main([])
     assert refresh.outdated() == []
@@ -199,6 +198,8 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     assert max(map(len, re.findall("^[^|!].*", readme, re.MULTILINE))) <= 120
     assert "| 64 K elements, in L2: fast | – | 0.10 | – | – | – | – | – | 0.10 |" in performance
     assert "| 64 K elements, in L2: hadagen, fast | – | 1.00 | – | – | – | – | – | 1.00 |" in performance
+    compared = (documents / "compared.md").read_text()
+    assert "| HadaCore | the transform, `accurate` | H100 | 1.00 | 1.00 | 1.00 | 6 |" in compared
     picture = (documents / "speed.svg").read_bytes()
     ElementTree.fromstring(picture)
     refresh.main([])
@@ -304,26 +305,34 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     ]
     versions = {"hadagen": "1", "torch": "2", "python": "3", "device": "a GPU"}
     found = {"window": 9, "windows": 2, "versions": versions, "rows": rows}
-    inputs = {"none": [1.0, 300.0], "rows": [9.0, 8.0]}
+    layer = {"layer": "ffn", "inputs": {"none": [1.0, 300.0], "rows": [9.0, 8.0]}, "rms": {"none": 3.0, "rows": 3.0}}
     files.ATTENTION.write_text(json.dumps(found))
-    files.QUAROT.write_text(json.dumps(found | {"inputs": inputs}))
+    files.QUAROT.write_text(json.dumps(found | layer))
     converted = [row("", "", 0, 20.0, 20.0) | {"model": name, "bytes": 5e6} for name in ("a", "b")]
     files.CHECKPOINT.write_text(json.dumps(found | {"rows": converted}))
     attention, models = refresh_models.attention_table(), refresh_models.models_table()
     assert "| none | 20.0 ± 0.0 | – |  |  |" in attention
     assert "| INT4 | 41.0 ± 1.0 | 31.0 ± 1.0 | 0.15 | 0.15 |" in attention
     assert "| W8A4 | 4866 ± 0 | 4866 ± 0 | – | 55% | 55% | – |" in models
-    assert "W8, X: the perplexity changes by +25.0 ± 0.0% if whole rows are rotated, and by −5.1 ± 5.0% if" in text_of(
-        models
+    changes = (
+        "W8, X: the perplexity changes by +25.0 ± 0.0% if whole rows are rotated, and by −5.1 ± 5.0% if blocks are."
     )
+    assert changes in text_of(models)
     assert "2 windows of 9 tokens, 2 seeds; hadagen 1, PyTorch 2, Python 3, a GPU." in models
     assert "| `b` | 20.00 | +0.0 ± 0.0% | 5 |" in refresh_models.checkpoint_table()
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
-    assert models in (documents / "quantization.md").read_text()
-    ElementTree.fromstring(files.ACTIVATIONS_PICTURE.read_bytes())
+    assert models in (documents / "formats.md").read_text()
+    picture = "".join(ElementTree.fromstring(files.ACTIVATIONS_PICTURE.read_bytes()).itertext())
+    for said in (
+        "as they are: at most 100",
+        "rotated: at most 3",
+        "largest magnitude / RMS",
+        "channel of the inputs of ffn",
+    ):
+        assert said in picture
     assert refresh.outdated() == []
-    files.QUAROT.write_text(json.dumps(found | {"inputs": {"none": [1.0], "rows": [1.0]}}))
+    files.QUAROT.write_text(json.dumps(found | layer | {"layer": "other"}))
     assert refresh.outdated() == ["activations.svg"]
 
 
@@ -342,6 +351,8 @@ def test_what_limits_rotations(documents: Path) -> None:
     assert "| 3584 = 28 · 128 | 0.50 / 0.62 / 0.80 / 1.00 |" in parts_table()
     assert "| 3584 = 28 · 128 | – | 2.50 | – | 8.00 |" in products_table()
     assert "`accurate` is 2.5 times as fast as two products, and 8.0 times as one" in products_table()
+    beside = "| PyTorch, two products | a rotation with a matrix, `accurate` | H200 | 2.50 | 2.50 | 2.50 | 1 |"
+    assert beside in compared_table(None)
 
 
 def test_what_lies_between(drawn: Path) -> None:
@@ -351,12 +362,12 @@ def test_what_lies_between(drawn: Path) -> None:
         files.BETWEEN,
         [{**head, "problem": f"n{n}-float16-fast", "rows": rows, "loss": loss} for (n, rows), loss in losses.items()],
     )
-    assert refresh.outdated() == ["performance.md"]
+    assert refresh.outdated() == ["performance.md", "measurements.md"]
     refresh.main([])
-    text = (drawn / "performance.md").read_text()
-    words = text_of(text)
+    words = text_of((drawn / "performance.md").read_text())
     assert "On an NVIDIA H100, over 2 problems with 2 row counts each, a call loses 4.9% (geometric mean)" in words
-    assert "known, and 21.0% where it loses most:" in words
+    assert "known, and 21.0% where it loses most." in words
+    text = (drawn / "measurements.md").read_text()
     assert "| 64 | float16 | fast | 9 | 10.0% | 21.0% | 5, in-place |\n| 128 | float16 | fast | 9 | 0.0% |" in text
     rows = [{**head, "gpu": "NVIDIA H200", "problem": "n64-float16-fast", "rows": 3, "loss": 0.03}]
     write_table(files.BETWEEN_H200, rows)
@@ -429,7 +440,7 @@ def test_the_curves_of_searches(drawn: Path) -> None:
         "kernel_tuner_others": {"mls": 0.9312},
     }
     files.SEARCH.write_text(json.dumps(data))
-    assert refresh.outdated() == ["search.md", "search.svg"]
+    assert refresh.outdated() == ["comparing-searches.md", "search.svg"]
     refresh.main([])
     assert refresh.outdated() == []
     text = files.SEARCH_PAGE.read_text()
@@ -439,7 +450,7 @@ def test_the_curves_of_searches(drawn: Path) -> None:
     assert "after the budget: mls 0.931." in text
     ElementTree.fromstring(files.SEARCH_PICTURE.read_bytes())
     files.SEARCH.write_text(json.dumps({**data, "seeds": 10}))
-    assert refresh.outdated() == ["search.md", "search.svg"]
+    assert refresh.outdated() == ["comparing-searches.md", "search.svg"]
 
 
 def test_a_comparison_without_recordings_or_kernel_tuner_says_so(
@@ -491,7 +502,7 @@ def test_what_a_document_names_is_there(name: str) -> None:
 
 
 def test_the_architecture_names_every_module() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     modules = [path.stem for path in (ROOT / "hadagen").glob("*.py") if path.stem != "__init__"]
     rooms = [path.parent.name for path in (ROOT / "hadagen").glob("*/__init__.py")]
     missing = [name for name in [*modules, *rooms, "cli", "templates", "tuning_db"] if f"`{name}`" not in text]
@@ -527,8 +538,10 @@ PAGES = [path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] i
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_code_of_every_page_runs(page: Path) -> None:
+def test_the_code_of_every_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the page, but for blocks that say that they need a GPU."""
+    # Inductor would compile C++ for half a minute.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     names: dict[str, Any] = {}
     torch.manual_seed(0)
     for needs, code in re.findall("(<!-- needs a GPU -->\n)?```python\n(.*?)```", page.read_text(), re.DOTALL):

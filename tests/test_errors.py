@@ -1,15 +1,17 @@
 """Errors cross processes, as where a pool of workers says what failed."""
 
+import importlib.metadata
 import inspect
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 import hadagen.compiler.emulator
 import hadagen.gpu.driver
 import hadagen.tuner  # noqa: F401  so that all classes of errors are there
-from hadagen.errors import HadagenError, choice, shown
+from hadagen.errors import HadagenError, choice, install, shown
 from hadagen.problem.formats import FORMATS
 
 
@@ -83,3 +85,19 @@ def test_a_long_value_is_cut_off(value: object) -> None:
 )
 def test_a_name_that_is_nearly_right_is_answered_with_what_may_be_meant(given: object, meant: str) -> None:
     assert choice(given, FORMATS) == (f"did you mean {meant}?" if meant else f"choose one of {', '.join(FORMATS)}")
+
+
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        ('{"archive_info": {}, "url": "file:///x/hadagen-1-py3-none-any.whl"}', "'hadagen[tune] @ file:///x/hadagen-1"),
+        ('{"dir_info": {"editable": true}, "url": "file:///x"}', "'.[tune]' in a checkout of hadagen"),
+        (None, "'.[tune]' in a checkout of hadagen"),
+    ],
+)
+def test_an_extra_comes_from_where_hadagen_came_from(
+    origin: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(read_text={"direct_url.json": origin}.get)
+    monkeypatch.setattr(importlib.metadata, "distribution", {"hadagen": found}.get)
+    assert install("tune").startswith(f"pip install {said}")

@@ -338,7 +338,7 @@ def test_largest_magnitudes(
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-head", "nvfp4"])
 @pytest.mark.parametrize("zero", [True, False])
 def test_zeros_by_the_scale_of_their_largest_magnitude(name: str, zero: bool) -> None:
-    """As docs/quantization.md finds it: of a tensor of zeros, or of one head of zeros, it is 0. Eager, compiled, with a
+    """As docs/formats.md finds it: of a tensor of zeros, or of one head of zeros, it is 0. Eager, compiled, with a
     number, and with gradients."""
     x = torch.zeros(3, 2, N) if zero else normal(3, 2, N, dtype=torch.float32)
     x[1] = 0

@@ -22,13 +22,14 @@ from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Cache, element_buckets
 from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
 from hadagen.report import curves, facts
+from hadagen.report.against import comparison
+from hadagen.report.drawing.charts import ACCENT, COLORS
 from hadagen.report.drawing.page import MOST_ENVIRONMENTS, report_page
-from hadagen.report.drawing.style import ACCENT, COLORS, OUTCOME_COLORS
 from hadagen.report.knob_effects import ALL_PROBLEMS, LEAST_TRIALS, effects_of, knob_effects
 from hadagen.report.names import kind_name, short_count, short_text, size_name
 from hadagen.report.scores import ALL, searches
 from hadagen.report.sources import Source, read_bundle, winners_of
-from hadagen.report.speed import speed_over_n, speed_over_sizes
+from hadagen.report.speed import Mean, speed_over_sizes, speeds
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.store import Store
 
@@ -158,16 +159,24 @@ def test_the_mean_of_curves_is_geometric_and_one_that_ended_counts_as_1() -> Non
     assert (curves.median_trials_to_near(found), curves.curves(searches(trials_of([None, None])))) == (3, [])
 
 
-def test_speed_over_n_is_the_mean_of_each_regime() -> None:
+def test_the_speed_of_a_problem_is_the_mean_of_each_regime() -> None:
     timings = [make_timing(us, size) for us, size in ((1.9, SMALL), (3.8, 1 << 15), (1.0, LARGE))]
     timings += [make_timing(1.9, HUGE, cache=Cache.COLD), make_timing(0.1, SMALL, cache=Cache.COLD)]
-    winners = winners_of((make_trial(timings=tuple(timings)),))
-    found = {line.regime: (line.n, line.fraction, line.sizes) for line in speed_over_n(winners)}
-    assert found == {
-        "latency": ([256], [pytest.approx(geometric_mean([1, 0.5]))], [2]),
-        "L2": ([256], [pytest.approx(1.9)], [1]),
-        "memory": ([256], [pytest.approx(1.0)], [1]),
+    (found,) = speeds(winners_of((make_trial(timings=tuple(timings)),)))
+    assert (found.n, found.size, found.series, found.has_matrix) == (256, "256", "float16 accurate", False)
+    assert found.means == {
+        "latency": Mean(pytest.approx(geometric_mean([1, 0.5])), 2, 1.9, 3.8),
+        "L2": Mean(pytest.approx(1.9), 1, 1.0, 1.0),
+        "memory": Mean(pytest.approx(1.0), 1, 1.9, 1.9),
     }
+
+
+def test_a_size_has_the_time_of_the_winner_that_won_there() -> None:
+    timings = make_timing(1.0, LARGE), make_timing(9.0, LARGE, cache=Cache.COLD)
+    slow_when_hot = make_timing(2.0, LARGE), make_timing(3.0, LARGE, cache=Cache.COLD)
+    hot, cold = (winners_of((make_trial(timings=each),))[0] for each in (timings, slow_when_hot))
+    lines = {line.cache: line for line in speed_over_sizes([replace(cold, cache=Cache.COLD), hot])}
+    assert (lines["hot"].us, lines["hot"].elements) == ([1.0], [LARGE])
 
 
 def test_speed_over_sizes_says_which_times_name_winners() -> None:
@@ -293,14 +302,56 @@ def test_a_browser_draws_every_chart_and_runs_nothing_of_a_hostile_database(host
     # The browser would say here what it refused to run or to fetch, and what failed.
     assert [line for line in opened.said if not re.search("setting log level|document idle", line)] == []
     fast, accurate = (colored_pixels(opened.picture, COLORS[name]) for name in ("float16 fast", "bfloat16 accurate"))
-    failed = colored_pixels(opened.picture, OUTCOME_COLORS[Outcome.COMPILE_FAILED])
     curve = colored_pixels(opened.picture, ACCENT)
-    for points in (fast, accurate, failed, curve):
+    for points in (fast, accurate, curve):
         assert len(points) > 50
-    # Speed stands above knobs and curves, and these above errors and failures. There are marks in each of three panels.
-    assert min(y for _, y in fast) < min(y for _, y in curve) < max(y for _, y in failed)
+    # Speed stands above curves. There are marks in each of three panels.
+    assert min(y for _, y in fast) < min(y for _, y in curve)
     assert {x // 400 for x, _ in fast} == {0, 1, 2}
-    assert max(x for points in (fast, accurate, failed, curve) for x, _ in points) < 1200
+    assert max(x for points in (fast, accurate, curve) for x, _ in points) < 1200
+
+
+@pytest.fixture(scope="module")
+def full_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with every section, long words among them."""
+    folder = tmp_path_factory.mktemp("full")
+    ours, theirs = (recorded(folder / f"{name}.db", *sample_trials(text="x" * 99)) for name in ("ours", "theirs"))
+    succeed("report", ours, "--against", theirs, "-o", folder / "report.html")
+    return folder / "report.html"
+
+
+# Its title says how many pixels stand out on the right, and which elements do.
+PROBE = """<script>addEventListener("load", () => setTimeout(() => {
+  const out = [...document.body.querySelectorAll("*")].filter(
+    (each) => !each.closest(".wide, script, svg") && each.getBoundingClientRect().right > innerWidth + 1);
+  document.title = `${document.documentElement.scrollWidth - innerWidth} ${out.map((each) => each.tagName)}`;
+}, 5000));</script>"""
+
+
+@pytest.mark.chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_a_page_fits_its_window(full_page: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(re.sub("<meta http-equiv[^>]*>", "", full_page.read_text()) + PROBE)
+    opened = open_page(page, tmp_path, width=width, height=900, dark=dark)
+    assert opened.title == "0 "
+    background = "#0d1117" if dark else "#ffffff"
+    assert len(colored_pixels(opened.picture, background)) > 0.5 * width * 900
+
+
+@pytest.mark.chromium
+def test_a_page_shows_the_nearest_n(full_page: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    written = full_page.read_text()
+    assert written.count('value="4096"') == 1
+    page.write_text(written.replace('value="4096"', 'value="1500"'))
+    dom = open_page(page, tmp_path).dom
+    shown = re.findall(r'<tr data-device="[^"]*"[^>]*data-n="([0-9]+)"([^>]*)>', dom)
+    assert {n for n, more in shown if "hidden" not in more} == {"1024"}
+    assert len(shown) == len(KEYS)
+    assert "n = 1500 is not in this file. The speed of the nearest n, 1024:" in dom
+    assert "12 of 12 winners" in dom
 
 
 def test_text_of_a_database_is_text_in_the_page(hostile: Path) -> None:
@@ -310,17 +361,18 @@ def test_text_of_a_database_is_text_in_the_page(hostile: Path) -> None:
     assert EVIL in "".join(outline.texts["td"])
     assert page.count(EVIL) == 0
     (policy,) = re.findall('Content-Security-Policy" content="([^"]*)"', page)
-    assert "unsafe-inline" not in policy.partition("style-src")[0]
+    assert "unsafe" not in policy.partition("style-src")[0]
     assert policy.startswith("default-src &#39;none&#39;; script-src &#39;sha256-")
 
 
 def test_a_page_has_the_sections_that_its_source_has_data_for(database: Path, sample: Path, tmp_path: Path) -> None:
     full = sample_trials()
     failed = tuple(trial for trial in full if trial.outcome is not Outcome.OK)
-    everything = ["Speed", "Effects of the knobs", "Search", "Errors", "Failures", "Provenance", "Winners"]
+    speed = ["Your n", "Speed over n", "Speed over sizes"]
+    everything = [*speed, "Effects of the knobs", "Search", "Errors", "Failures", "Provenance", "Winners"]
     assert headings(report_page(Source("tuning database", "x", winners_of(tuple(full)), tuple(full)))) == everything
     assert headings(report_page(Source("tuning database", "x", (), failed))) == ["Failures", "Provenance"]
-    assert headings(report_page(read_bundle(Bundle.open(sample)))) == ["Speed", "Errors", "Provenance", "Winners"]
+    assert headings(report_page(read_bundle(Bundle.open(sample)))) == [*speed, "Errors", "Provenance", "Winners"]
 
 
 def test_the_largest_shipped_bundle_fits_in_a_page_that_fetches_nothing(tmp_path: Path) -> None:
@@ -329,26 +381,100 @@ def test_the_largest_shipped_bundle_fits_in_a_page_that_fetches_nothing(tmp_path
     assert out.stat().st_size < MOST_BYTES
     page = out.read_text()
     assert Bundle.open(shipped()["sm90"]).digest in page
-    assert "<dd>measured</dd>" in page
+    assert f"<td>{len(list(Bundle.open(shipped()['sm90']).all_entries())):,} measured</td>" in page
     assert {"link", "img", "iframe"}.isdisjoint(Outline(page).tags)
 
 
 def test_what_has_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = "hadagen.report.drawing"
-    monkeypatch.setattr(f"{page}.speed_charts.MOST_TIMES", 9)
-    for name in ("MOST_KNOBS", "MOST_CURVES", "MOST_ROWS", "MOST_ENVIRONMENTS"):
-        monkeypatch.setattr(f"{page}.page.{name}", 1 if name != "MOST_ENVIRONMENTS" else 0)
     assert MOST_ENVIRONMENTS > 1
+    known = {"TIMES": 9, "KNOBS": 1, "CURVES": 1, "WINNERS": 1, "ENVIRONMENTS": 0}
+    for name, most in known.items():
+        monkeypatch.setattr(f"hadagen.report.drawing.page.MOST_{name}", most)
     trials = tuple(sample_trials())
     text = report_page(Source("tuning database", "x", winners_of(trials), trials))
     for said in (
-        "The lower chart has no room for 15 more times.",
+        "The charts have no room for 15 more times.",
         "The 1 most important of 3 knobs are shown.",
         "Single lines are those of the 1 longest searches; the mean is over all.",
         "The table has 0 of 1 environments.",
-        "The table has the first 1 of 12 winners; hadagen bundle show --json has all.",
+        "The page has the first 1 of 12 winners; hadagen bundle show --json has all.",
     ):
         assert said in text
+
+
+def estimated(trials: list[Trial]) -> tuple[Trial, ...]:
+    return tuple(replace(trial, provenance=Provenance.ESTIMATED, environment=Environment()) for trial in trials)
+
+
+def test_estimates_are_never_called_timed() -> None:
+    page = report_page(Source("tuning database", "x", winners_of(trials := estimated(sample_trials(8))), trials))
+    own = page[page.index("<h1>") : page.index('id="data"')]
+    assert "timed" not in own
+    assert "measured" not in own
+    assert "kernels for contiguous rows are estimated to run at" in own
+    assert "From 28 estimated trials." in own
+    measured = report_page(Source("tuning database", "x", winners_of(both := tuple(sample_trials(8))), both))
+    assert "From 28 timed trials." in measured
+    assert "kernels for contiguous rows run at" in measured
+
+
+# ---- two sources -----------------------------------------------------------------------------------------------------
+def source_of(name: str, times_of: dict[str, tuple[float, float]]) -> Source:
+    """Problem → microseconds at `SMALL` and at `LARGE`."""
+    trials = tuple(
+        make_trial(number, problem=Problem.parse(key), timings=(make_timing(small, SMALL), make_timing(large, LARGE)))
+        for number, (key, (small, large)) in enumerate(times_of.items())
+    )
+    return Source("tuning database", f"folder/{name}", winners_of(trials), trials)
+
+
+def test_two_sources_are_compared_problem_by_problem() -> None:
+    ours = source_of(
+        "a.db", {KEYS[0]: (1.0, 1.0), KEYS[1]: (2.0, 2.0), KEYS[2]: (1.0, 1.0), "n32-float16-fast": (1, 1)}
+    )
+    theirs = source_of(
+        "b.db", {KEYS[0]: (1.0, 4.0), KEYS[1]: (1.0, 1.0), KEYS[2]: (1.01, 1.0), "n64-float16-fast": (1, 1)}
+    )
+    found = comparison(ours, theirs)
+    assert [(each.problem, each.verdict, each.cells) for each in found.problems] == [
+        (KEYS[1], "slower", 2),
+        (KEYS[2], "alike", 2),
+        (KEYS[0], "faster", 2),
+        ("n32-float16-fast", "only in the first", 0),
+        ("n64-float16-fast", "only in the second", 0),
+    ]
+    slower, _, faster, *_ = found.problems
+    assert (slower.factor, slower.least, slower.largest) == (pytest.approx(0.5), 0.5, 0.5)
+    assert (faster.factor, faster.least, faster.largest) == (pytest.approx(2.0), 1.0, 4.0)
+    mean = geometric_mean([1, 4, 0.5, 0.5, 1.01, 1])
+    assert found.summary == (
+        f"a.db is {mean:.3f} times as fast as b.db, in the geometric mean of 6 cells; problems: 1 faster, 1 slower, "
+        "1 within 2%, 1 only in the first, 1 only in the second."
+    )
+
+
+def test_a_page_begins_with_the_comparison(tmp_path: Path) -> None:
+    trials = sample_trials(8)
+    slow = [replace(t, timings=tuple(replace(each, us=2 * each.us) for each in t.timings)) for t in trials]
+    ours, theirs = recorded(tmp_path / "a.db", *trials), recorded(tmp_path / "b.db", *slow)
+    said = succeed("report", ours, "--against", theirs, "-o", tmp_path / "report.html").splitlines()
+    assert said[0].startswith(
+        "a.db is 2.000 times as fast as b.db, in the geometric mean of 12 cells; problems: 4 faster, "
+    )
+    page = (tmp_path / "report.html").read_text()
+    assert f"<h1>{said[0]}</h1>" in page
+    assert headings(page)[0] == "Comparison"
+    assert page.count("<td>faster</td>") == 4
+
+
+def test_what_cannot_be_compared_is_a_sentence(database: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    said = sentence(run("report", "sm100", "--against", "sm80", "-o", str(out)), 2)
+    assert "has estimated for sm100, and " in said
+    assert said.endswith("has estimated for sm80; compare winners of the same problems on the same GPU")
+    missing = sentence(run("report", str(database), "--against", str(tmp_path / "no.db"), "-o", str(out)), 1)
+    assert missing.startswith("there is no tuning database or bundle")
+    assert not out.exists()
 
 
 def test_a_page_is_replaced_and_another_file_is_not(database: Path, tmp_path: Path) -> None:
@@ -402,8 +528,8 @@ def test_what_is_no_source_is_named_in_a_sentence(database: Path, tmp_path: Path
 def test_without_bokeh_the_extra_is_named(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("hadagen.report.drawing")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "bokeh.document", None)
-    monkeypatch.setitem(sys.modules, "bokeh.layouts", None)
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    monkeypatch.setitem(sys.modules, "bokeh.models", None)
     said = sentence(run("report", database, "-o", tmp_path / "out.html"), 1)
     how = "install it with: pip install '.[report]' in a checkout of hadagen"
     assert said == f"the Python package bokeh is not installed; {how}"

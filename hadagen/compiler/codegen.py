@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 
+from hadagen.plan.arch import SPECIFIC
 from hadagen.plan.layout import add
 from hadagen.plan.plan import Plan
 from hadagen.plan.steps.base import FP32
@@ -42,7 +43,7 @@ def render(plan: Plan) -> Source:
     for step in plan.steps:
         blocks[step.name] = getattr(of_tile, step.name, None) or getattr(modules[step.template], step.name)
     text = ENVIRONMENT.get_template("kernel.cu.j2").render(view)
-    return Source(entry, text, plan.launch)
+    return Source(entry, text, plan.launch, specific=bool(plan.features & SPECIFIC))
 
 
 def with_headers(source: Source, headers: Mapping[str, str]) -> str:

@@ -117,7 +117,7 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
         from hadagen.compiler.codegen import render
         from hadagen.compiler.compilers import NvrtcHere, NvrtcProgram
         from hadagen.compiler.toolchain import BuildFailure, Toolchain
-        from hadagen.plan.arch import load_arch
+        from hadagen.plan.arch import SPECIFIC, load_arch
         from hadagen.plan.knobs import Knobs
         from hadagen.plan.space import build_plan
         from hadagen.problem.target import known_archs
@@ -126,7 +126,7 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
         raise _no_generator(error) from None
 
     library, arch = nvrtc.Nvrtc.find(), load_arch(recipes[0].arch)
-    features = load_arch(target).features if target in known_archs() else arch.features
+    features = load_arch(target).features if target in known_archs() else arch.features - SPECIFIC
     known = int(target[2:]) in library.archs
     compiled_for, name = (replace(arch, nvcc_arch=f"sm_{target[2:]}"), _CUBIN) if known else (arch, _PTX)
     results: dict[int, bytes | HadagenError] = {}

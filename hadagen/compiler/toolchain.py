@@ -80,7 +80,7 @@ class Toolchain:
         return cache_key(
             compiler=self.compiler.version,
             flags=self.compiler.flags,
-            arch=arch.nvcc_arch,
+            arch=source.compiled_for(arch.nvcc_arch),
             source=source.text_to_compile,
             headers=self.headers,
         )
@@ -124,7 +124,8 @@ class Toolchain:
     def _one(self, key: str, source: Source, arch: Arch, folder: Path, stopped: Event) -> _Built:
         """Compile one source and store the kernel in the cache."""
         text = source.text_to_compile
-        answer, files = self._compile(source.entry, text, arch, folder, stopped)
+        target = source.compiled_for(arch.nvcc_arch)
+        answer, files = self._compile(source.entry, text, target, folder, stopped)
         if not answer.ok:
             if reason := answer.passing or self._passing_with_any_source(arch, folder, stopped):
                 self.patience.lose(key, self.compiler.path, reason)
@@ -134,11 +135,11 @@ class Toolchain:
         self.patience.worked()
         if f".entry {ENTRY}(".encode() not in files["kernel.ptx"]:
             return BuildFailure(source.entry, f"the source defines no kernel called {source.entry}")
-        meta = {"compiler": self.compiler.version, "flags": self.compiler.flags, "arch": arch.nvcc_arch}
+        meta = {"compiler": self.compiler.version, "flags": self.compiler.flags, "arch": target}
         return self.cache.store(key, {"source.cu": text.encode(), "log.txt": answer.log.encode(), **files}, meta)
 
     def _compile(
-        self, stem: str, text: str, arch: Arch, folder: Path, stopped: Event
+        self, stem: str, text: str, target: str, folder: Path, stopped: Event
     ) -> tuple[Finished, dict[str, bytes]]:
         """How the compiler ended, and its files if it succeeded. A success without sound files counts as a failure that
         may pass."""
@@ -146,7 +147,7 @@ class Toolchain:
             own = Path(name)
             for file, written in {**self.headers, f"{stem}.cu": text}.items():
                 (own / file).write_bytes(written.encode())
-            answer = self.compiler.compile(stem, arch.nvcc_arch, own, stopped)
+            answer = self.compiler.compile(stem, target, own, stopped)
             files = {}
             for kind, is_whole in _IS_WHOLE.items() if answer.ok else ():
                 path = own / f"{stem}.{kind}"
@@ -162,7 +163,7 @@ class Toolchain:
         Raises `ToolchainError` if it will never compile, because then the source is not to blame.
         """
         (folder / "room").write_bytes(bytes(16 << 20))  # so that a full disk is reported as such
-        answer, _ = self._compile("empty", 'extern "C" __global__ void empty() {}\n', arch, folder, stopped)
+        answer, _ = self._compile("empty", 'extern "C" __global__ void empty() {}\n', arch.nvcc_arch, folder, stopped)
         if not answer.ok and not answer.passing:
             raise ToolchainError(
                 f"{self.compiler.path} cannot compile an empty kernel for {arch.nvcc_arch}: {answer.first_lines}; "
@@ -217,11 +218,13 @@ def assembled(kernels: Sequence[Kernel], arch: Arch, ptxas: Ptxas, *, jobs: int 
 def _assembled(kernel: Kernel, arch: Arch, ptxas: Ptxas, folder: Path, stopped: Event) -> Kernel:
     if not kernel.ptx:
         return kernel
-    ptx = lowered(kernel.ptx.decode("latin-1")).encode("latin-1")  # older assemblers refuse newer versions
+    text = lowered(kernel.ptx.decode("latin-1"))  # older assemblers refuse newer versions
+    ptx = text.encode("latin-1")
+    named = re.search(r"^\.target (\w+)", text, re.MULTILINE)
     with TemporaryDirectory(dir=folder) as name:
         own = Path(name)
         (own / "kernel.ptx").write_bytes(ptx)
-        answer = ptxas.assemble("kernel", arch.nvcc_arch, own, stopped)
+        answer = ptxas.assemble("kernel", named[1] if named else arch.nvcc_arch, own, stopped)
         path = own / "kernel.cubin"
         cubin = path.read_bytes() if answer.ok and path.exists() else b""
     if not is_cubin(cubin):

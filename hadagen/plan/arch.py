@@ -33,6 +33,7 @@ from hadagen.problem.target import ARCH_DIRECTORY, check_arch, known_archs
 #   bulk_copy         cp.async.bulk, mbarrier.try_wait      sm_90  "cp.async.bulk", "cp.async.bulk.prefetch", "mbarrier"
 #   cluster           barrier.cluster, mapa, st.async       sm_90  "barrier.cluster", "mapa", "st.async"
 #   dependent_launch  griddepcontrol                        sm_90  "griddepcontrol"
+#   wgmma             wgmma.mma_async                       sm_90a "wgmma.mma_async"
 #
 # One is no instruction: `multicast_in_place`. A multicast copy reads each value once, for all blocks. So when a row has
 # landed in one block, results may replace it in memory. PTX does not promise that. A GPU test checks it, target by
@@ -48,8 +49,12 @@ Feature = Literal[
     "cluster",
     "dependent_launch",
     "multicast_in_place",
+    "wgmma",
 ]
 
+
+# Features of one architecture, which no later one has: the "a" in the names of PTX targets.
+SPECIFIC = frozenset({"wgmma"})
 
 _ARCHS = ARCH_DIRECTORY / "archs.json"
 

@@ -18,6 +18,7 @@ from hadagen.plan.steps.conversions import Correct, Narrow, Normalize, Round, Sc
 from hadagen.plan.steps.exchanges import Exchange, Transpose
 from hadagen.plan.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.plan.steps.memory import Load, Prefetch, Store, Trigger
+from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product
 from hadagen.plan.steps.quantize import Largest, Quantize, Renumber
 from hadagen.plan.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 from hadagen.problem.formats import TENSOR
@@ -27,6 +28,7 @@ from hadagen.problem.problem import DType, Problem
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 WHOLE, HALF = "whole", "half"
+HADAMARD, MATRIX_FIRST = "hadamard", "matrix"
 MAX_EXCHANGED_LANES = 4  # the fifth lane bit stays, so that stores write whole sectors of 32 bytes
 # `far_lanes` → how many far bits come to lanes before others come to registers; bits of blocks go to registers first.
 # With two, stores write whole lines of 128 bytes.
@@ -78,6 +80,12 @@ class Knobs:
         with_matrix=True,
     )
     cluster: int = _knob((1, 2, 4, 8, 16), "blocks per cluster")
+    first: str = _knob(
+        (HADAMARD, MATRIX_FIRST),
+        "what a kernel with a matrix multiplies by first; by its matrix with wgmma, so that one rounding is left",
+        with_matrix=True,
+    )
+    fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
     rows: int = _knob(
         (1, 2, 4, 8, 16, 32, 64, 128, 256), "rows of a tile that is multiplied by a matrix", with_matrix=True
     )
@@ -134,7 +142,7 @@ class Knobs:
         with_matrix=True,
         room=False,
     )
-    stages: int = _knob((1, 2), "tiles under way at once in a persistent grid", with_matrix=True)
+    stages: int = _knob((1, 2, 3, 4), "tiles under way at once in a persistent grid", with_matrix=True)
     min_blocks: int = _knob(
         (1, 2, 3, 4, 5, 6, 7, 8),
         "blocks per SM that the compiler must leave registers for; with fewer, it can overlap more",
@@ -299,6 +307,8 @@ def _with_signs(problem: Problem, steps: list[Step]) -> tuple[Step, ...]:
 
 def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean for a problem with a matrix."""
+    if knobs.first == MATRIX_FIRST:
+        return _product_steps(problem, knobs)
     bits = problem.bits
     signs = [Signs(before=True)] * problem.transform.signed
     if not bits:
@@ -311,6 +321,17 @@ def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     matrix = Matrix(knobs.rows, knobs.slabs, (columns.bits, bits), stores=form is None)
     steps = [LoadColumns(knobs.load, knobs.stages), *signs, columns, matrix]
     return tuple(_with_requests(knobs, steps + _to_codes(problem, steps, folds, False) if form else steps))
+
+
+def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
+    """The same where the matrix comes first."""
+    form = problem.io.form
+    folds = form is not None and not form.rounds_first
+    steps: list[Step] = [LoadBoxes(knobs.load, knobs.stages), Product(knobs.fold)]
+    steps += [Butterfly(reg(j)) for j in range(2, problem.bits - knobs.fold - 3)]
+    steps.append(CrossButterflies(scales=not folds))
+    steps += _to_codes(problem, steps, folds, False) if form else [Round(), Store()]
+    return _with_signs(problem, steps)
 
 
 class _Converter:

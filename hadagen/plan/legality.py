@@ -16,6 +16,7 @@ from hadagen.plan.arch import Arch
 from hadagen.plan.knobs import (
     EXCHANGE,
     FAR_MMA,
+    HADAMARD,
     KNOB_NAMES,
     KNOBS,
     LANES,
@@ -214,6 +215,8 @@ def _footprint(problem: Problem, *room: Any) -> Footprint:
     return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), steps))
 
 
+RULES.unused("first", "there is no matrix")
+RULES.unused("fold", "there is no matrix")
 RULES.unused("rows", "there is no matrix, so no tile is multiplied")
 RULES.unused("slabs", "there is no matrix, so no rows are held")
 
@@ -476,6 +479,11 @@ def _(c: Context, k: Knobs) -> str | None:
 @RULES.first_only("stages")
 def _(c: Context, k: Knobs) -> str | None:
     return "one tile a block leaves nothing to have under way" if k.grid == "tiles" else None
+
+
+@RULES.rule("stages")
+def _(c: Context, k: Knobs) -> str | None:
+    return "only boxes are loaded so far ahead (stages must be fewer)" if k.stages > 2 and k.first == HADAMARD else None
 
 
 @RULES.rule("min_blocks")

@@ -2,24 +2,72 @@
 
 from __future__ import annotations
 
-from hadagen.plan.knobs import KNOBS, Knobs
-from hadagen.plan.legality import RULES, Context, Rules, footprint
+from hadagen.plan.knobs import HADAMARD, KNOBS, MATRIX_FIRST, Knobs, KnobValue
+from hadagen.plan.legality import RULES, Context, Rules, Why, footprint
 from hadagen.plan.steps.base import PACKED, Draft
 from hadagen.plan.steps.matrix import COLUMN_BITS, VECTOR, Matrix, Multiplies
+from hadagen.plan.steps.product import PRODUCT_COLUMNS, Product
 from hadagen.problem.problem import LEAST_LENGTH, DType, Rows
 
 
-def _draft(c: Context, k: Knobs) -> tuple[Draft, Multiplies]:
+def _draft(c: Context, k: Knobs) -> tuple[Draft, Multiplies | Product]:
     """The plan, and its step that multiplies by the matrix."""
     draft = footprint(c.problem, k).plan
-    return draft, next(step for step in draft.steps if isinstance(step, Multiplies))
+    return draft, next(step for step in draft.steps if isinstance(step, Multiplies | Product))
 
 
 MATRIX_RULES = Rules()
+
+
+def _of_hadamard(rule: Why) -> Why:
+    """The rule, for kernels that multiply by H first."""
+    return lambda c, k: None if k.first == MATRIX_FIRST else rule(c, k)
+
+
+def _of_product(last: str, *values: KnobValue) -> None:
+    """The values of a knob that are legal where the matrix comes first."""
+    must = f"where the matrix comes first, {last} must be {' or '.join(map(str, values))}"
+    MATRIX_RULES.rule(last)(lambda c, k: must if k.first == MATRIX_FIRST and getattr(k, last) not in values else None)
+
+
 for _name, _knob in KNOBS.items():
     if not _knob.with_matrix:
         MATRIX_RULES.unused(_name, f"a kernel with a matrix has no {_name}")
 MATRIX_RULES += [rule for rule in RULES if rule.last in ("stages", "ahead", "trigger")]
+
+
+@MATRIX_RULES.rule("first")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.first == HADAMARD:
+        return None
+    if "wgmma" not in c.arch.features:
+        return "the arch has no wgmma (first must be hadamard)"
+    if k.chunks > 1 or k.warps > 1:
+        return "where the matrix comes first, a block has its warps for one row (chunks and warps must be 1)"
+    if c.problem.unit > c.problem.n:
+        return f"a tile ends within a row of {c.problem.unit} (first must be hadamard)"
+    return None
+
+
+@MATRIX_RULES.rule("fold")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.first == HADAMARD:
+        return "nothing is folded where H comes first (fold must be 0)" if k.fold else None
+    if c.problem.length >> k.fold not in PRODUCT_COLUMNS:
+        few, *_, most = PRODUCT_COLUMNS
+        return f"a product has from {few} to {most} columns (fold must be another, or first hadamard)"
+    draft, _ = _draft(c, k)
+    if 32 * draft.warps > (limit := c.arch.limits.threads_per_block):
+        return f"more than {limit} threads per block (fold must be less)"
+    return None
+
+
+_of_product("rows", 1)
+_of_product("slabs", 1)
+_of_product("exchange_carrier", PACKED)
+_of_product("load", "cp_async")
+_of_product("grid", "persistent")
+_of_product("stages", 2, 3, 4)
 
 
 @MATRIX_RULES.rule("chunks")
@@ -39,8 +87,10 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @MATRIX_RULES.rule("rows")
+@_of_hadamard
 def _(c: Context, k: Knobs) -> str | None:
     draft, tile = _draft(c, k)
+    assert isinstance(tile, Multiplies)
     if k.rows < (least := tile.rows_at_once(draft)):
         return f"an mma takes columns of {least} rows at once (rows must be {least} or more)"
     if k.rows * c.problem.n % c.problem.unit:
@@ -51,8 +101,10 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @MATRIX_RULES.rule("slabs")
+@_of_hadamard
 def _(c: Context, k: Knobs) -> str | None:
     draft, tile = _draft(c, k)
+    assert isinstance(tile, Multiplies)
     if k.slabs > tile.operands_in_slab(draft):
         return "the matrix has fewer rows (slabs must be fewer)"
     if 32 * draft.warps > (limit := c.arch.limits.threads_per_block):
@@ -63,6 +115,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @MATRIX_RULES.rule("exchange_carrier")
+@_of_hadamard
 def _(c: Context, k: Knobs) -> str | None:
     if c.problem.length == 1:
         last = "nothing follows the matrix but the store (exchange_carrier must be packed)"
@@ -86,6 +139,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @MATRIX_RULES.first_only("grid")
+@_of_hadamard
 def _(c: Context, k: Knobs) -> str | None:
     return "nothing is loaded for the next tile" if k.load != "bulk" else None
 

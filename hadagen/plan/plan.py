@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hadagen.errors import UsageError, choice, shown
 from hadagen.plan.layout import Axis
 from hadagen.plan.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED, Draft
-from hadagen.plan.steps.matrix import Multiplies, Signs
+from hadagen.plan.steps.matrix import Signs
 from hadagen.plan.steps.memory import Load, Store
 from hadagen.plan.steps.quantize import Quantize, Renumber
 from hadagen.problem.launch import ARITHMETIC_DIGITS, LaunchSpec
@@ -118,10 +118,11 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: the plan loads nothing")
     if plan.min_blocks < 1:
         raise UsageError(f"{name}: min_blocks = {plan.min_blocks}; an SM holds one block at least")
-    places = set(plan.loaded.axes)
+    placement = plan.loaded
     for step in plan.steps:
-        if unknown := {*step.places, *step.moves} - places:
+        if unknown := {*step.places, *step.moves} - set(placement.axes):
             raise UsageError(f"{name}: {step.name} names {min(unknown)}, which the tile lacks")
+        placement = step.placed(placement, plan)
     exact, done = True, set[Axis]()
     for at, step in enumerate(plan.steps):
         if why := _fault(plan, at, exact=exact, done=done):
@@ -132,7 +133,7 @@ def _check(plan: Draft) -> None:
     length = plan.problem.length
     if left := [str(axis) for axis in plan.loaded.axes.values() if axis.stride < length and axis not in done]:
         raise UsageError(f"{name}: index bits [{', '.join(left)}] are never transformed")
-    if sum(isinstance(step, Multiplies) for step in plan.steps) != plan.problem.transform.has_matrix:
+    if sum(step.is_product for step in plan.steps) != plan.problem.transform.has_matrix:
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
     if sum(isinstance(step, Renumber) for step in plan.steps) != plan.problem.transform.swapped:
         raise UsageError(f"{name}: the steps do not exchange the bits of digits once")

@@ -13,7 +13,7 @@ from typing import Any
 
 from hadagen.errors import UsageError, shown
 from hadagen.plan.arch import Arch
-from hadagen.plan.knobs import HALF, KNOB_NAMES, LOAD, Knobs, KnobValue, plan_of
+from hadagen.plan.knobs import HALF, KNOB_NAMES, LOAD, MATRIX_FIRST, Knobs, KnobValue, plan_of
 from hadagen.plan.layout import CHUNK_BITS, log2
 from hadagen.plan.legality import RULES, Context, Rule, Why, never_faster
 from hadagen.plan.matrix_legality import MATRIX_RULES
@@ -27,6 +27,7 @@ from hadagen.problem.problem import DType, Numerics, Problem
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", shuffles=HALF, accumulator=PACKED, shared_layout="swizzled")
 # Knobs that proved good on an H200 with a matrix.
 PROVEN_WITH_MATRIX = Knobs(min_blocks=4, ahead=8, trigger="load")
+PROVEN_WITH_PRODUCT = Knobs(first=MATRIX_FIRST, load="cp_async", grid="persistent")
 SHAPE = ("chunks", "warps", "cluster")  # of a tile
 LEAST_CHUNKS = 8  # of a tile, even if its rows are shorter
 
@@ -115,7 +116,7 @@ class Space:
     def _seeds_with_matrix(self) -> list[Knobs]:
         """For each number of chunks and the two largest numbers of slabs that leave few warps without rows, loaded
         plainly and in bulk, with about four warps in a block. A tile is one row, or 2048 elements where rows are
-        shorter."""
+        shorter. Then for each number of stages and each fold, with the matrix first."""
         operands = -(-self.problem.order // OPERAND_SIDE)
         known = (5, 3, 2, 1) if operands == 5 else (3, 2, 1)
         slabs = [slabs for slabs in known if 5 * (-operands % slabs) <= operands][:2]
@@ -126,6 +127,10 @@ class Space:
             warps = 1 << max(0, round(log2_of(4 * held / operands)))
             tile = replace(PROVEN_WITH_MATRIX, chunks=chunks, slabs=held, warps=warps, rows=rows, load=load)
             if knobs := self._keeping(tile, "chunks", "slabs", "load"):
+                found[knobs] = None
+        for stages, fold in product((3, 2, 4), (0, 1, 2, 3)):
+            boxes = replace(PROVEN_WITH_PRODUCT, stages=stages, fold=fold)
+            if knobs := self._keeping(boxes, "first", "fold", "stages"):
                 found[knobs] = None
         return list(found)
 

@@ -163,11 +163,16 @@ class LaunchSpec:
 @dataclass(frozen=True)
 class Source:
     """One kernel: its name, the text of a translation unit that includes `hadagen.cuh` and defines it, and how it is
-    launched."""
+    launched. specific: whether it has instructions of one architecture, which compilers know by a name of their own."""
 
     entry: str
     text: str
     launch: LaunchSpec
+    specific: bool = False
+
+    def compiled_for(self, target: str) -> str:
+        """What a compiler is told to compile for. target: such as "sm_90"."""
+        return target.rstrip("af") + "a" if self.specific else target
 
     @property
     def text_to_compile(self) -> str:

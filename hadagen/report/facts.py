@@ -7,12 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from math import isfinite
+from statistics import geometric_mean
 
 from hadagen.errors import printable
 from hadagen.plan.knobs import knobs_text
 from hadagen.problem.problem import Problem
 from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
-from hadagen.report.names import device_name, series_name, short_text
+from hadagen.report.names import PLAIN, device_name, kind_name, series_name, short_text
 from hadagen.report.sources import Source
 from hadagen.tuning_db.bundle import BundleEntry
 
@@ -54,6 +55,27 @@ def head_of(source: Source) -> Head:
         last=printable(dates[-1]) if dates else "",
         measured=provenances[Provenance.MEASURED],
         estimated=provenances[Provenance.ESTIMATED],
+    )
+
+
+def way(head: Head) -> str:
+    """How the times of a source came about: "timed", "estimated", or "timed or estimated"."""
+    return " or ".join(["timed"] * bool(head.measured) + ["estimated"] * bool(head.estimated))
+
+
+def headline(source: Source) -> str:
+    """The one sentence on top of a page."""
+    head = head_of(source)
+    where = ", ".join(head.gpus or head.archs)
+    if not source.winners:
+        return f"{where}: none of {head.trials:,} trials gave a kernel that may be used."
+    kinds = Counter(kind_name(entry.problem) for entry in source.winners)
+    kind = PLAIN if PLAIN in kinds else kinds.most_common(1)[0][0]
+    fractions = [entry.fraction_of_copy for entry in source.winners if kind_name(entry.problem) == kind]
+    run = {"timed": "run", "estimated": "are estimated to run"}.get(way(head), "run, or are estimated to run,")
+    return (
+        f"{where}: kernels for {kind} {run} at {geometric_mean(fractions):.2f} times the speed of a plain copy, in the "
+        f"geometric mean of {len(fractions):,} winners."
     )
 
 

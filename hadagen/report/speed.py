@@ -1,14 +1,22 @@
-"""The speed of winners against a copy: over n in each regime, and over sizes."""
+"""The speed of winners against a copy: of each problem in each regime, and over sizes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean
 
 from hadagen.problem.problem import Problem
-from hadagen.problem.regimes import LATENCY_ELEMENTS, Cache, Destination, element_buckets, regime, touched_bytes
+from hadagen.problem.regimes import (
+    LATENCY_ELEMENTS,
+    REGIMES,
+    Cache,
+    Destination,
+    element_buckets,
+    regime,
+    touched_bytes,
+)
 from hadagen.report.names import device_name, kind_name, series_name, size_name
 from hadagen.tuning_db.bundle import BundleEntry
 
@@ -22,20 +30,27 @@ class Shown:
     destination: str
 
 
-@dataclass(frozen=True, order=True)
-class OverN:
-    """Shown, series, regime → the fraction of copy at each n, in the geometric mean over sizes.
+@dataclass(frozen=True)
+class Mean:
+    """The winners of a problem in one regime: the geometric mean of their fractions of copy, of how many times, and the
+    least and the largest microseconds of a launch."""
 
-    Of several problems with the same n, such as with matrices of several orders, the mean is over all of them.
-    """
+    fraction: float
+    times: int
+    least_us: float
+    largest_us: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a problem. size: `size_name`. means: a name of `regimes.REGIMES` → its mean, where there is one."""
 
     shown: Shown
     series: str
-    regime: str
-    n: list[int] = field(default_factory=list)
-    fraction: list[float] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # the number of times in each mean
-    joined: bool = True  # whether neighbors differ in n only; not with matrices, whose orders differ too
+    n: int
+    size: str
+    has_matrix: bool
+    means: dict[str, Mean]
 
 
 @dataclass(frozen=True, order=True)
@@ -49,7 +64,6 @@ class OverSizes:
     shown: Shown
     series: str
     n: int
-    size: str  # `size_name` of the problem
     problem: str
     cache: str
     l2_elements: float
@@ -87,42 +101,46 @@ class _Time:
         return self.entry.elements in element_buckets(self.entry.problem)
 
 
-def speed_over_n(winners: Iterable[BundleEntry]) -> list[OverN]:
-    """One line for each device, kind, destination, series and regime.
+def speeds(winners: Iterable[BundleEntry]) -> list[Speed]:
+    """One for each device, problem and destination, by n.
 
-    Winners between the sizes at which all kernels are timed are left out, because not every n has some.
+    Winners between the sizes at which all kernels are timed are left out, because not every problem has some.
     """
-    found: dict[tuple[Shown, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with_matrix = set()
+    found: dict[tuple[Shown, Problem], dict[str, list[_Time]]] = defaultdict(lambda: defaultdict(list))
     for time in _times(winners):
         if time.is_at_bucket and (where := time.regime):
-            problem = time.entry.problem
-            key = _shown(time.entry), series_name(problem), where
-            found[key][problem.n].append(time.fraction)
-            if problem.transform.has_matrix:
-                with_matrix.add(key)
+            found[_shown(time.entry), time.entry.problem][where].append(time)
     return [
-        OverN(
-            *key,
-            n=sorted(by_n),
-            fraction=[geometric_mean(by_n[n]) for n in sorted(by_n)],
-            sizes=[len(by_n[n]) for n in sorted(by_n)],
-            joined=key not in with_matrix,
+        Speed(
+            shown,
+            series_name(problem),
+            problem.n,
+            size_name(problem),
+            problem.transform.has_matrix,
+            {where: _mean(by_regime[where]) for where in REGIMES if where in by_regime},
         )
-        for key, by_n in sorted(found.items())
+        for (shown, problem), by_regime in sorted(found.items(), key=lambda item: (item[0][1].n, item[0]))
     ]
+
+
+def _mean(times: Sequence[_Time]) -> Mean:
+    each = [time.us for time in times]
+    return Mean(geometric_mean(time.fraction for time in times), len(times), min(each), max(each))
 
 
 def speed_over_sizes(winners: Iterable[BundleEntry]) -> list[OverSizes]:
     """Two lines for each device, problem and destination: hot and cold."""
     lines: dict[tuple[str, Problem, Destination, Cache], OverSizes] = {}
-    for time in sorted(_times(winners), key=lambda time: time.entry.elements):
+    # A size may have a hot and a cold winner. A hot time is that of the hot one, which comes first.
+    for time in sorted(_times(winners), key=lambda time: (time.entry.elements, time.cache is not time.entry.cache)):
         entry = time.entry
         key = device_name(entry.gpu, entry.arch), entry.problem, entry.destination, time.cache
         if key not in lines:
-            head = series_name(entry.problem), entry.problem.n, size_name(entry.problem), entry.problem.key
+            head = series_name(entry.problem), entry.problem.n, entry.problem.key
             lines[key] = OverSizes(_shown(entry), *head, time.cache.value, l2_elements=_l2_elements(entry))
         line = lines[key]
+        if entry.elements in line.elements[-1:]:
+            continue
         line.elements.append(entry.elements)
         line.fraction.append(time.fraction)
         line.us.append(time.us)

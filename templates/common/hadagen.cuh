@@ -54,6 +54,22 @@ template <> HADAGEN_INLINE Operand load_entries<bfloat16>(const byte* entries) {
     return a;
 }
 
+// The operand at row `row` and column `column` of A ⊗ H, H of order 2^fold, with the signs of −1 and entries as `load_operand`
+// gives them; zeros in rows from `order` on. A has `operands` times 16 rows, as the bytes of its operands lie in memory.
+template <u32 fold, u32 operands> HADAGEN_INLINE Operand load_folded(const void* matrix, u32 row, u32 column, u32 order) {
+    const u32 lane = thread_index() & 31u, inner = (1u << fold) - 1;
+    Operand a;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const u32 r = row + lane / 4u + 8u * (w % 2), c = column + lane % 4u * 2u + 8u * (w / 2);
+        const u32 i = r >> fold, j = c >> fold;
+        const u32 at = 256u * (i / 16u * operands + j / 16u) + 8u * (i % 8u * 4u + j % 8u / 2u) + i % 16u / 8u * 2u + j % 16u / 8u * 4u + j % 2u;
+        const u32 entry = load_byte_if(static_cast<const byte*>(matrix) + at, r < order);
+        a.word[w] = entry * 0x01000100u ^ parity(r & c & inner) << 15 ^ parity(r & (c + 1u) & inner) << 31;
+    }
+    return a;
+}
+
 // The signs of a vector whose first element is number at + more of a row, or of several rows of n elements: bit i is 1
 // where element i is negated. None are if `signs` is null, or not `inside`. more: a constant multiple of 8, for an address
 // that several vectors share.

@@ -427,6 +427,14 @@ HADAGEN_INLINE void barrier_init(u64* barrier) {
                      shared_address(barrier))
                  : "memory");
 }
+// An mbarrier for so many arrivals a phase.
+HADAGEN_INLINE void barrier_init(u64* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+// Whoever waits for the end of the phase sees what this thread has done.
+HADAGEN_INLINE void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 // Arrives at the barrier, whose phase ends when so many bytes, a multiple of 16, have landed. One thread calls it.
 HADAGEN_INLINE void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -482,6 +490,74 @@ HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v, u64* 
                      remote_address(shared, rank)),
                  "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]), "r"(remote_address(barrier, rank))
                  : "memory");
+}
+
+// ---- products of four warps ----------------------------------------------------------------------------------------
+// Where boxes begin in shared memory: at a multiple of 1024 bytes, from byte 128 to 1024 on.
+HADAGEN_INLINE byte* boxes_in(byte* shared) { return shared + 1024 - (shared_address(shared) & 1023u); }
+
+// What boxes are multiplied from, as the tensor cores are told (PTX ISA, "Matrix Descriptor Format"): swizzled rows of 128
+// bytes, the columns of X side by side, the next eight rows 1024 bytes on, and the next box after all rows. The same in
+// all lanes, in a register of the warp. Rows 16 k and later begin 128 k further on.
+struct Boxes {
+    u32 low, high;
+};
+HADAGEN_INLINE Boxes boxes_of(const byte* boxes, u32 rows) {
+    const u32 low = (128u * rows >> 4) << 16 | (shared_address(boxes) >> 4 & 0x3FFFu);
+    return {__shfl_sync(0xFFFFFFFFu, low, 0), 1024u >> 4 | 1u << 30};
+}
+
+// d += A · X for 16 columns of A and rows 16 k and later of X: wgmma. d has the sums of the upper eight rows behind all others.
+// `more`: 128 k. `adds`: 0 where d is new.
+template <class T> HADAGEN_INLINE void wgmma(float (&d)[32], const Operand& a, const Boxes& boxes, u32 more, int adds);
+template <class T> HADAGEN_INLINE void wgmma(float (&d)[64], const Operand& a, const Boxes& boxes, u32 more, int adds);
+template <class T> HADAGEN_INLINE void wgmma(float (&d)[128], const Operand& a, const Boxes& boxes, u32 more, int adds);
+#define HADAGEN_SUMS_8(t) "+f"(d[2 * (t)]), "+f"(d[2 * (t) + 1]), "+f"(d[half + 2 * (t)]), "+f"(d[half + 2 * (t) + 1])
+#define HADAGEN_SUMS_32(t) HADAGEN_SUMS_8(t), HADAGEN_SUMS_8(t + 1), HADAGEN_SUMS_8(t + 2), HADAGEN_SUMS_8(t + 3)
+#define HADAGEN_SUMS_64 HADAGEN_SUMS_32(0), HADAGEN_SUMS_32(4)
+#define HADAGEN_SUMS_128 HADAGEN_SUMS_64, HADAGEN_SUMS_32(8), HADAGEN_SUMS_32(12)
+#define HADAGEN_SUMS_256 HADAGEN_SUMS_128, HADAGEN_SUMS_32(16), HADAGEN_SUMS_32(20), HADAGEN_SUMS_32(24), HADAGEN_SUMS_32(28)
+#define HADAGEN_TENS(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+#define HADAGEN_NUMBERS_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," HADAGEN_TENS(1) HADAGEN_TENS(2)
+#define HADAGEN_NUMBERS_64 HADAGEN_NUMBERS_30 "%30,%31"
+#define HADAGEN_NUMBERS_60 HADAGEN_NUMBERS_30 HADAGEN_TENS(3) HADAGEN_TENS(4) HADAGEN_TENS(5)
+#define HADAGEN_NUMBERS_128 HADAGEN_NUMBERS_60 "%60,%61,%62,%63"
+#define HADAGEN_NUMBERS_120 HADAGEN_NUMBERS_60 HADAGEN_TENS(6) HADAGEN_TENS(7) HADAGEN_TENS(8) HADAGEN_TENS(9) HADAGEN_TENS(10) HADAGEN_TENS(11)
+#define HADAGEN_NUMBERS_256 HADAGEN_NUMBERS_120 "%120,%121,%122,%123,%124,%125,%126,%127"
+#define HADAGEN_WGMMA(T, type, columns, count, left, low_at, high_at, more_at, adds_at)  \
+    template <> HADAGEN_INLINE void wgmma<T>(float (&d)[count], const Operand& a, const Boxes& boxes, u32 further, int adds) { \
+        constexpr int half = count / 2;                                                                                \
+        asm volatile("{.reg .pred p; .reg .b32 at; .reg .b64 box; setp.ne.b32 p, " adds_at ", 0; add.u32 at, " low_at ", " more_at "; " \
+                     "mov.b64 box, {at, " high_at "}; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " " \
+                     "{" HADAGEN_NUMBERS_##columns "}, {" left "}, box, p, 1, 1, 1;}"                                  \
+                     : HADAGEN_SUMS_##columns                                                                          \
+                     : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(boxes.low), "r"(boxes.high), \
+                       "r"(further), "r"(adds));                                                                       \
+    }
+#define HADAGEN_WGMMAS(T, type)                                                                                        \
+    HADAGEN_WGMMA(T, type, 64, 32, "%32,%33,%34,%35", "%36", "%37", "%38", "%39")                                       \
+    HADAGEN_WGMMA(T, type, 128, 64, "%64,%65,%66,%67", "%68", "%69", "%70", "%71")                                      \
+    HADAGEN_WGMMA(T, type, 256, 128, "%128,%129,%130,%131", "%132", "%133", "%134", "%135")
+HADAGEN_WGMMAS(float16, "f16")
+HADAGEN_WGMMAS(bfloat16, "bf16")
+#undef HADAGEN_WGMMAS
+#undef HADAGEN_WGMMA
+
+// Starts d = A · X, for four warps that each have 16 rows of A. A thread gets rows lane / 4 and lane / 4 + 8 of its warp, those behind
+// these; of each, columns 2 (lane % 4) and the next of every eight. X: boxes of 64 columns and `16 steps` rows of 128 bytes.
+template <class T, int count, u32 steps>
+HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[steps], const byte* boxes) {
+    const Boxes all = boxes_of(boxes, 16 * steps);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (u32 k = 0; k < steps; ++k) wgmma<T>(d, a[k], all, 128 * k, k > 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until d is there, and the boxes may be written again.
+template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 }  // namespace hadagen

@@ -1,4 +1,5 @@
 #include <cstdio>
+#include <limits>
 
 #include "state.hpp"
 
@@ -130,8 +131,8 @@ bool in_order(const Stamp& access) {
 Stamp stamp_now() {
     const Thread& thread = *m.running;
     return {Stamp::thread,          thread.who,
-            thread.rank,            thread.clock.warp_syncs,
-            thread.clock.block_syncs, thread.clock.arrivals,
+            thread.rank,            1u << thread.clock.warp,
+            thread.clock.warp_syncs, thread.clock.block_syncs, thread.clock.arrivals,
             thread.clock.fences};
 }
 
@@ -149,6 +150,8 @@ void note_read(u32 rank, u32 offset, u32 bytes) {
         Stamp now = stamp;
         if (!in_order(cell.read)) {
             now.by = Stamp::several_threads;
+            now.warps |= cell.read.warps;
+            now.warp_syncs = std::max(now.warp_syncs, cell.read.warp_syncs);
             now.fences = std::max(now.fences, cell.read.fences);
             now.arrivals = std::max(now.arrivals, cell.read.arrivals);
         }
@@ -254,6 +257,56 @@ void send(u32 rank, Barrier& barrier, const Arrival& arrival) {
     wake(rank);
 }
 
+// ---- products ------------------------------------------------------------------------------------------------------
+constexpr u32 box_columns = 64, box_row_bytes = 128, step_rows = 16;  // rows of a box for each step
+constexpr u32 swizzled_alignment = 1024;  // of boxes
+
+// The boxes that a warp's latest products read, which must be those of all its lanes.
+struct BoxesRead {
+    u32 offset, bytes;
+    explicit BoxesRead(const Thread* lanes) {
+        const Product& first = lanes[0].products.back();
+        bytes = 2 * first.count / box_columns * step_rows * first.steps * box_row_bytes;
+        for (u32 lane = 0; lane < warp_lanes; ++lane)
+            if (lanes[lane].products.back().boxes != first.boxes)
+                fail("%s multiplies other boxes than its warp", Name(lanes[lane].who).text);
+        offset = shared_offset(first.boxes, bytes, swizzled_alignment / 8);
+        if (reinterpret_cast<u64>(first.boxes) % swizzled_alignment)
+            fail("%s multiplies boxes at byte %u of shared memory, whose address is not a multiple of %u",
+                 Name(m.running->who).text, offset, swizzled_alignment);
+    }
+};
+
+// A lane's operand of a step is that of mma.m16n8k16. Its sums are those of rows lane / 4, then those of rows lane / 4 + 8;
+// of each, two neighbors of every eight columns.
+void multiply_boxes(Thread* lanes) {
+    const Product& first = lanes[0].products.back();
+    const u32 columns = 2 * first.count, depth = step_rows * first.steps;
+    std::vector<double> a(16 * depth), sums(16 * columns);
+    for (u32 lane = 0; lane < warp_lanes; ++lane) {
+        const Product& mine = lanes[lane].products.back();
+        for (u32 i = 0; i < 8 * mine.steps; ++i) {
+            const u32 word = i / 2, row = lane / 4 + 8 * (word % 2), column = 16 * (word / 4) + 2 * (lane % 4) + i % 2 + 8 * (word / 2 % 2);
+            a[row * depth + column] = mine.decode(u16(mine.words[word] >> 16 * (i % 2)));
+        }
+    }
+    for (u32 k = 0; k < depth; ++k)
+        for (u32 column = 0; column < columns; ++column) {
+            const u32 within = column % box_columns, vector = within / 8 ^ k % 8;
+            u16 bits;
+            std::memcpy(&bits, first.boxes + (column / box_columns * depth + k) * box_row_bytes + 16 * vector + 2 * (within % 8), 2);
+            const double x = first.decode(bits);
+            for (u32 row = 0; row < 16; ++row) sums[row * columns + column] += a[row * depth + k] * x;
+        }
+    for (u32 lane = 0; lane < warp_lanes; ++lane) {
+        const Product& mine = lanes[lane].products.back();
+        for (u32 i = 0; i < mine.count; ++i) {
+            const u32 within = i % (mine.count / 2), row = lane / 4 + 8 * (i / (mine.count / 2));
+            mine.sums[i] = float(sums[row * columns + within / 2 * 8 + 2 * (lane % 4) + within % 2]);
+        }
+    }
+}
+
 }  // namespace
 
 // ---- primitives ----------------------------------------------------------------------------------------------------
@@ -322,6 +375,25 @@ void barrier_init(const u64* barrier) {
     if (barriers.size() == max_barriers) fail("a block has more than %d mbarriers", max_barriers);
     note_write(self->rank, offset, sizeof *barrier, stamp_now());
     barriers.push_back({barrier});
+}
+
+void barrier_init(const u64* barrier, u32 arrivals) {
+    barrier_init(barrier);
+    m.block().memory.barriers.back().needed = arrivals;
+}
+
+void barrier_arrive(const u64* barrier) {
+    step();
+    Barrier& state = m.block().memory.barriers[barrier_at(self->rank, barrier)];
+    const Clock& clock = m.running->clock;
+    if (!state.needed) fail("%s arrives at an mbarrier that waits for bytes", Name(m.running->who).text);
+    for (u32 warp = 0; warp < max_warps; ++warp) state.arrived[warp] = std::max(state.arrived[warp], clock.arrived[warp]);
+    state.arrived[clock.warp] = std::max(state.arrived[clock.warp], clock.warp_syncs);
+    if (++state.arrived_so_far < state.needed) return;
+    state.known = state.arrived;
+    state.arrived_so_far = 0;
+    ++state.phases;
+    wake(self->rank);
 }
 
 void barrier_expect(const u64* barrier, u32 bytes) {
@@ -398,8 +470,34 @@ void barrier_wait(const u64* barrier, u32 parity, bool remote) {
     if (state.stored && !remote)
         fail("%s waits with barrier_wait for what blocks have stored; only remote_barrier_wait shows it",
              Name(m.running->who).text);
-    u32& landed = m.running->clock.landed[b];
-    landed = std::max(landed, state.phases);
+    Clock& clock = m.running->clock;
+    clock.landed[b] = std::max(clock.landed[b], state.phases);
+    for (u32 warp = 0; warp < max_warps; ++warp) clock.arrived[warp] = std::max(clock.arrived[warp], state.known[warp]);
+}
+
+void begin_product(const Product& product) {
+    std::fill(product.sums, product.sums + product.count, std::numeric_limits<float>::quiet_NaN());
+    m.running->products.push_back(product);
+    meet_warp(at_product, nullptr, [](Thread* lanes) {
+        const BoxesRead read(lanes);
+        for_cells(self->rank, read.offset, read.bytes, [&](const Cell& cell, u32 at) {
+            if (!in_order(cell.write)) race("multiplies", at, cell.write, "has written");
+            else if (const Thread* const writer = unfenced(self->rank, cell.write))
+                fail("%s multiplies byte %u of shared memory, which %s has written with no bulk_copy_fence since",
+                     Name(m.running->who).text, at, Name(writer->who).text);
+        });
+    });
+}
+
+void end_product(const float* sums) {
+    if (m.running->products.empty() || m.running->products.back().sums != sums)
+        fail("%s waits for another product than its last", Name(m.running->who).text);
+    meet_warp(at_product_end, nullptr, [](Thread* lanes) {
+        const BoxesRead read(lanes);
+        note_read(self->rank, read.offset, read.bytes);
+        multiply_boxes(lanes);
+        for (u32 lane = 0; lane < warp_lanes; ++lane) lanes[lane].products.pop_back();
+    });
 }
 
 }  // namespace hadagen::machine

@@ -94,25 +94,6 @@ void count_accesses(Warp& warp) {
     warp.global.flush([](const WarpAccesses::Row& row) { count_sectors(row, *m.report); });
 }
 
-// The last lane to come carries out `together` for all of them.
-void meet_warp(const char* where, void* operand, void (*together)(Thread* lanes)) {
-    step();
-    Warp& warp = m.warp();
-    Thread& thread = *m.running;
-    thread.operand = operand;
-    thread.waits_at = where;
-    if (warp.waiting && warp.meets_at != where) fail("a warp diverges: %s", Whereabouts().text);
-    warp.meets_at = where;
-    if (++warp.waiting == warp_lanes) {
-        const u32 first = thread.who / warp_lanes * warp_lanes;
-        warp.waiting = 0;
-        together(&m.threads[first]);
-        count_accesses(warp);
-        make_ready(first, warp_lanes);
-    }
-    pause();
-}
-
 struct Shuffle {
     u32 value, from_lane;
 };
@@ -160,8 +141,10 @@ void begin_cluster(i64 first_block) {
                                           m.blocks[rank].memory.base};
         thread.who = who;
         thread.clock = Clock{};
+        thread.clock.warp = thread.thread / warp_lanes;
         thread.plan_step = "";
         thread.copies.clear();
+        thread.products.clear();
         thread.groups = 0;
         thread.synced = !launch.starts_early;
         thread.touched_shared = false;
@@ -207,6 +190,24 @@ void run_clusters() {
 }
 
 }  // namespace
+
+void meet_warp(const char* where, void* operand, void (*together)(Thread* lanes)) {
+    step();
+    Warp& warp = m.warp();
+    Thread& thread = *m.running;
+    thread.operand = operand;
+    thread.waits_at = where;
+    if (warp.waiting && warp.meets_at != where) fail("a warp diverges: %s", Whereabouts().text);
+    warp.meets_at = where;
+    if (++warp.waiting == warp_lanes) {
+        const u32 first = thread.who / warp_lanes * warp_lanes;
+        warp.waiting = 0;
+        together(&m.threads[first]);
+        count_accesses(warp);
+        make_ready(first, warp_lanes);
+    }
+    pause();
+}
 
 void begin_step(const char* step) { m.running->plan_step = step; }
 

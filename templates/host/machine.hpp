@@ -53,6 +53,8 @@ void copy_async(byte* shared, const void* global);
 void copy_async_commit();
 void copy_async_wait(u32 pending);
 void barrier_init(const u64* barrier);
+void barrier_init(const u64* barrier, u32 arrivals);  // for so many arrivals a phase
+void barrier_arrive(const u64* barrier);
 void barrier_expect(const u64* barrier, u32 bytes);
 void bulk_copy_fence();
 void bulk_prefetch(const void* global, u32 bytes);
@@ -60,6 +62,19 @@ void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier);
 void bulk_multicast(byte* shared, const void* global, u32 bytes, const u64* barrier, u32 blocks);
 void remote_shared_store(byte* shared, u32 rank, const Vec16& v, const u64* barrier);
 void barrier_wait(const u64* barrier, u32 parity, bool remote);
+
+// A product of a warp's rows with boxes in shared memory, as the primitives say. The thread's operand and its sums stay where
+// they are until it has waited: until then the sums are NaN. `decode`: bits → value of the type of both operands.
+struct Product {
+    float* sums;
+    u32 count;
+    const u32* words;  // four for each step
+    u32 steps;
+    const byte* boxes;
+    float (*decode)(u16);
+};
+void begin_product(const Product& product);
+void end_product(const float* sums);
 
 // ---- for emulator.py, which mirrors these structures -----------------------------------------------------------
 // What a kernel may read besides x.

@@ -16,14 +16,18 @@ constexpr u32 vector_bytes = 16;
 constexpr u32 word_bytes = 4;  // the least that kernels store to shared memory
 constexpr int warp_lanes = 32;
 constexpr int max_barriers = 8;  // mbarriers of one block
+constexpr int max_warps = 32;    // of one block
 
 // ---- races ---------------------------------------------------------------------------------------------------------
 // How far a thread has come, in numbers that other threads' accesses are compared with.
 struct Clock {
+    u32 warp = 0;  // the number of its warp in the block
     u32 warp_syncs = 0, block_syncs = 0;
     u32 arrivals = 0, waits = 0;           // at the cluster barrier
     u32 fences = 0;                        // before bulk copies
     std::array<u32, max_barriers> landed{};  // phases of each mbarrier of its block that it has waited for
+    // Of each warp of its block, how far one of its threads had come that arrived at an mbarrier this one has waited for.
+    std::array<u32, max_warps> arrived{};
 };
 
 // Who made an access, and when.
@@ -31,7 +35,8 @@ struct Stamp {
     enum By : byte { nobody, thread, several_threads, copy_under_way, landed } by = nobody;
     u32 who = 0;          // the thread, numbered in its cluster; of what has landed, the first that waited for it
     u32 rank = 0;         // the block of the thread
-    u32 warp_syncs = 0;   // of the thread's clock
+    u32 warps = 0;        // a bit for the warp of each thread, by its number in the block
+    u32 warp_syncs = 0;   // of the thread's clock; of several threads, the latest
     u32 block_syncs = 0;
     u32 arrivals = 0;
     u32 fences = 0;
@@ -48,6 +53,13 @@ inline bool happened_before(const Stamp& access, u32 who, u32 rank, const Clock&
     const bool same_warp = access.by == Stamp::thread && access.who / warp_lanes == who / warp_lanes;
     if (same_warp && (access.who == who || now.warp_syncs > access.warp_syncs)) return true;
     const bool same_block = access.rank == rank;
+    if (same_block && access.warps) {
+        bool all = true;
+        for (u32 warp = 0; warp < max_warps; ++warp)
+            if (access.warps >> warp & 1)
+                all = all && (warp == now.warp ? now.warp_syncs : now.arrived[warp]) > access.warp_syncs;
+        if (all) return true;
+    }
     if (access.by == Stamp::landed && same_block && now.landed[access.barrier] >= access.phase) return true;
     return (same_block && now.block_syncs > access.block_syncs) || now.waits > access.arrivals;
 }
@@ -73,6 +85,8 @@ struct Barrier {
     Stamp ended{};   // who was the first to see the latest end
     u32 expected = 0, came = 0;  // bytes of this phase
     bool stored = false;         // whether blocks stored what came with the latest end
+    u32 needed = 0, arrived_so_far = 0;  // threads that end a phase, and that have arrived in this one; 0 where bytes end it
+    std::array<u32, max_warps> arrived{}, known{};  // as in `Clock`, of this phase and of the latest that has ended
     std::vector<Arrival> arrivals{};
 };
 

@@ -280,6 +280,10 @@ template <int pending> HADAGEN_INLINE void cp_async_wait() { machine::copy_async
 
 // An mbarrier for one arrival a phase. One thread calls `barrier_init` for each; all threads meet before use.
 HADAGEN_INLINE void barrier_init(u64* barrier) { machine::barrier_init(barrier); }
+// An mbarrier for so many arrivals a phase.
+HADAGEN_INLINE void barrier_init(u64* barrier, u32 arrivals) { machine::barrier_init(barrier, arrivals); }
+// Whoever waits for the end of the phase sees what this thread has done.
+HADAGEN_INLINE void barrier_arrive(u64* barrier) { machine::barrier_arrive(barrier); }
 // Arrives at the barrier, whose phase ends when so many bytes, a multiple of 16, have landed. One thread calls it.
 HADAGEN_INLINE void barrier_expect(u64* barrier, u32 bytes) { machine::barrier_expect(barrier, bytes); }
 // Starts copying `bytes`, for which the barrier waits. One thread calls it.
@@ -305,5 +309,19 @@ HADAGEN_INLINE void remote_barrier_wait(u64* barrier, u32 parity) { machine::bar
 HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v, u64* barrier) {
     machine::remote_shared_store(shared, rank, v, barrier);
 }
+
+// ---- products of four warps ----------------------------------------------------------------------------------------
+// Where boxes begin in shared memory: at a multiple of 1024 bytes, from byte 128 to 1024 on.
+HADAGEN_INLINE byte* boxes_in(byte* shared) { return shared + 1024 - (reinterpret_cast<u64>(shared) & 1023u); }
+
+// Starts d = A · X, for four warps that each have 16 rows of A. A thread gets rows lane / 4 and lane / 4 + 8 of its warp, those
+// behind these; of each, columns 2 (lane % 4) and the next of every eight. X: boxes of 64 columns and `16 steps` rows of 128
+// bytes, whose vectors are swizzled.
+template <class T, int count, u32 steps>
+HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[steps], const byte* boxes) {
+    machine::begin_product({d, u32(count), a[0].word, steps, boxes, [](u16 bits) { return decode<T>(bits); }});
+}
+// Waits until d is there, and the boxes may be written again.
+template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) { machine::end_product(d); }
 
 }  // namespace hadagen

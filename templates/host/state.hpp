@@ -11,7 +11,8 @@ namespace hadagen::machine {
 
 // Where a thread waits; compared as pointers.
 inline constexpr char at_shuffle[] = "shuffle", at_mma[] = "mma", at_rows[] = "ldmatrix", at_warp_sync[] = "warp_sync", at_block_sync[] = "block_sync",
-                      at_cluster_wait[] = "cluster_wait", at_barrier_wait[] = "barrier_wait", ended[] = "ended";
+                      at_cluster_wait[] = "cluster_wait", at_barrier_wait[] = "barrier_wait", at_product[] = "wgmma",
+                      at_product_end[] = "wait_for_product", ended[] = "ended";
 
 struct AsyncCopy {
     byte* shared;
@@ -26,6 +27,7 @@ struct Thread : Identity {
     const char* waits_at;  // or null
     const char* plan_step;  // its number and sentence; "" before the first
     void* operand;         // of a warp's collective, on this thread's stack
+    std::vector<Product> products;  // that it has not waited for
     std::vector<AsyncCopy> copies;
     u32 groups;  // of copies committed
     bool synced;  // with the kernels before this one
@@ -82,6 +84,8 @@ extern Machine m;
 // Lets others run until the running thread is made ready again.
 void pause();
 void make_ready(Thread& thread);
+// A collective of a warp. The last lane to come carries out `together` for all of them.
+void meet_warp(const char* where, void* operand, void (*together)(Thread* lanes));
 
 // Elements from the first to the last of an array.
 inline i64 extent(i64 pitch) { return m.launch.rows ? (m.launch.rows - 1) * pitch + m.launch.columns : 0; }

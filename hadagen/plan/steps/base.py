@@ -129,6 +129,7 @@ class Step:
 
     loads = False  # loads the tile, or makes a request once a tile
     reads_x = False  # loads the tile
+    is_product = False  # multiplies by the matrix of the transform
     is_prologue = False  # computes the prologue of its name, of values as loaded
     exchanges = False  # moves values between warps
     crosses_blocks = False  # moves values between the blocks of a cluster

@@ -143,6 +143,7 @@ class Multiplies(Store, Tile):
 
     template = "matrix.cu.j2"
     operands = MATRIX, *SIGNS
+    is_product = True
     flips = (True,)  # those after the transform are flipped as it stores
 
     @property

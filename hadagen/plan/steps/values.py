@@ -55,6 +55,10 @@ class TileValues:
         back = {after: before for before, after in moves.items()}
         self.tiles = self._ordered(back.get(place, place) for place in self._places)
 
+    def rename(self, places: Mapping[Place, Place]) -> None:
+        """Call places otherwise."""
+        self._places = tuple(places.get(place, place) for place in self._places)
+
     def stored(self, placement: Placement) -> Reals:
         """The values in memory order, for this placement."""
         return self._ordered(reversed([*placement.axes]))

@@ -1,52 +1,66 @@
-"""The page: sections of what a source has, each with a text, a chart and tables, in one HTML file."""
+"""The page: sections of what a source has, each with a text, charts and tables, in one HTML file."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from bokeh.document import Document
-from bokeh.embed import file_html
-from bokeh.resources import INLINE
+from bokeh.embed import components
+from bokeh.resources import Resources
 from jinja2 import Environment as Templates
 from jinja2 import FileSystemLoader, StrictUndefined
 
 from hadagen.errors import printable
-from hadagen.problem.regimes import LATENCY_ELEMENTS
+from hadagen.problem.regimes import LATENCY_ELEMENTS, REGIMES, Cache
 from hadagen.report import curves, facts
-from hadagen.report.drawing.search_charts import (
+from hadagen.report.against import Comparison
+from hadagen.report.drawing.charts import (
+    COLORS,
     MOST_CURVES,
-    MOST_KNOBS,
     curve_chart,
-    error_charts,
-    knob_chart,
-    outcome_chart,
+    digits,
+    error_chart,
+    size_charts,
+    speed_charts,
 )
-from hadagen.report.drawing.speed_charts import speed_charts, times_left_out
-from hadagen.report.drawing.style import Drawn
-from hadagen.report.drawing.winner_table import MOST_ROWS, winner_table
-from hadagen.report.knob_effects import ALL_PROBLEMS, knob_effects
-from hadagen.report.names import short_count, short_text
+from hadagen.report.knob_effects import ALL_PROBLEMS, Effects, knob_effects
+from hadagen.report.names import SERIES, short_count, short_text
 from hadagen.report.scores import ALL, Search, searches
 from hadagen.report.sources import Source
-from hadagen.report.speed import speed_over_n, speed_over_sizes
+from hadagen.report.speed import Mean, OverSizes, Speed, speed_over_sizes, speeds
 
 # How every page begins.
 BEGINNING = b"<!DOCTYPE html>\n<!-- hadagen report -->\n"
 MOST_ENVIRONMENTS = 50
+MOST_KNOBS = 12
+MOST_TIMES = 40_000  # in the charts over sizes
+MOST_WINNERS = 20_000
 
-READING = (
-    "Speeds are fractions of a copy: the time of a copy of the same bytes, divided by the time of the kernel. 1 means "
-    "as fast as a copy, and more is better. Times fall into three regimes. latency: up to "
-    f"{short_count(LATENCY_ELEMENTS)} elements (rows times n), with the input in the L2 cache; L2: more elements, with "
-    "the input in L2; memory: inputs that are too large for L2. Move the pointer over a mark to see its numbers. Click "
-    "a name in a legend to hide it."
-)
+_REGIME_WORDS = {
+    "latency": f"up to {short_count(LATENCY_ELEMENTS)} elements, in L2",
+    "L2": "more elements, in L2",
+    "memory": "too large for L2",
+}
+# Field of `facts.WinnerRow`, and title.
+_WINNERS = {
+    "problem": "problem",
+    "device": "GPU",
+    "destination": "result",
+    "cache": "input",
+    "elements": "elements",
+    "us": "µs",
+    "fraction": "of a copy",
+    "error": "error",
+    "date": "date",
+    "knobs": "knobs other than their defaults",
+}
 
 
 @dataclass(frozen=True)
@@ -59,117 +73,153 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
+    """charts: captions and figures. series: names and colors, each with a box to tick. winners: titles of columns."""
+
     title: str
     text: str
-    drawn: Drawn | None = None
+    charts: Sequence[tuple[str, Any]] = ()
     tables: Sequence[Table] = ()
-    root: str = ""  # the name of what is drawn
+    speeds: Sequence[Speed] = ()
+    series: Mapping[str, str] = field(default_factory=dict)
+    effects: Mapping[tuple[str, str], Effects] = field(default_factory=dict)
+    winners: Sequence[str] = ()
 
 
-def report_page(source: Source) -> str:
-    """One HTML file that needs no network. The source has at least one trial or winner."""
-    sections = list(_sections(source))
-    document = Document()
-    for section in sections:
-        if section.drawn:
-            section.drawn.body.name = section.root
-            document.add_root(section.drawn.body)
-            if section.drawn.update:
-                document.js_on_event("document_ready", section.drawn.update)
+def report_page(source: Source, compared: Comparison | None = None) -> str:
+    """One HTML file that needs no network. The source has at least one trial or winner.
+
+    compared: the source beside another one, which then is what the page begins with.
+    """
     head = facts.head_of(source)
+    lines = speed_over_sizes(source.winners)
+    sections = list(_sections(source, lines, compared))
+    figures = [chart for section in sections for _, chart in section.charts]
+    plots, drawn = components(figures) if figures else ("", ())
+    bokeh = Resources(mode="inline", components=["bokeh"]).render_js() if figures else ""
+    scripts = f"{plots}\n<script>{Path(__file__).with_name('page.js').read_text(encoding='utf-8')}</script>"
     templates = Templates(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    templates.globals["policy"] = _policy
-    shown = {
-        "heading": f"hadagen: {source.kind} of {short_text(', '.join(head.gpus or head.archs))}",
-        "place": printable(source.place),
-        "head": _head(head),
-        "reading": READING,
-        "sections": sections,
-    }
-    return file_html(document, INLINE, template=templates.get_template("page.html.j2"), template_variables=shown)
+    names = list(dict.fromkeys(line.series for line in lines))
+    return templates.get_template("page.html.j2").render(
+        title=f"hadagen: {source.kind} of {_devices(head)}",
+        headline=compared.summary if compared else facts.headline(source),
+        place=printable(source.place),
+        policy=_policy(bokeh, scripts),
+        bokeh=bokeh,
+        scripts=scripts,
+        sections=sections,
+        drawn=dict(zip((chart.name for chart in figures), drawn, strict=True)),
+        regimes=_REGIME_WORDS,
+        microseconds=_microseconds,
+        lowest=_lowest,
+        most_knobs=MOST_KNOBS,
+        way=facts.way(head),
+        data={
+            "regimes": REGIMES,
+            "caches": [cache.value for cache in Cache],
+            "series": [name for name in SERIES if name in names],
+            "lines": [_line(line) for line in _some_lines(lines)],
+            "winners": _winner_data(facts.winner_rows(source.winners)[:MOST_WINNERS]),
+        },
+    )
+
+
+def _devices(head: facts.Head) -> str:
+    return short_text(", ".join(head.gpus or head.archs))
 
 
 def _policy(*parts: str) -> str:
-    """A content security policy: only these scripts of Bokeh run, by their SHA-256, and nothing is fetched."""
+    """A content security policy: only these scripts run, by their SHA-256, and nothing is fetched."""
     scripts = re.findall(r'<script(?: type="text/javascript")?>(.*?)</script>', "".join(parts), re.DOTALL)
     sums = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{each}'" for each in sums)
-    # Charts call `new Function` for what is selected, and set styles.
-    return (
-        f"default-src 'none'; script-src {allowed} 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
-        "font-src data:"
-    )
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 
 
-def _head(head: facts.Head) -> Iterator[tuple[str, str]]:
-    yield "arch", ", ".join(head.archs)
-    yield "GPU", ", ".join(head.gpus) or "none"
-    yield "problems", f"{head.problems:,}"
-    if head.trials:
-        yield "trials", f"{head.trials:,}"
-        yield "outcomes", ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in head.outcomes.items())
-    yield "winners", f"{head.winners:,}"
-    yield "kernels that win", f"{head.kernels:,}"
-    names = {"measured": head.measured, "estimated": head.estimated}
-    known = {name: count for name, count in names.items() if count}
-    yield (
-        "times are",
-        " and ".join(known) if len(known) < 2 else ", ".join(f"{n:,} {name}" for name, n in known.items()),
-    )
-    if head.first:
-        yield "dates", " to ".join(sorted({head.first[:10], head.last[:10]}))
-
-
-def _sections(source: Source) -> Iterator[Section]:
-    found = searches(source.trials)
+def _sections(source: Source, lines: Sequence[OverSizes], compared: Comparison | None) -> Iterator[Section]:
+    if compared:
+        yield _compared(compared)
     if source.winners:
-        yield _speed(source)
-    yield from _search(found)
+        yield from _speed(source, lines)
+    yield from _search(searches(source.trials), facts.way(facts.head_of(source)))
     if points := facts.error_points(source):
-        yield Section(
-            "Errors",
-            "Each mark is a problem: the largest relative error over all classes of input, of the least exact kernel "
-            "that was found right. A kernel is used only if it keeps the bound of its problem (dotted line).",
-            error_charts(points),
-            root="errors",
-        )
+        yield _errors(points)
     if source.trials:
         yield _outcomes(source)
-    yield _environments(source)
+    yield _provenance(source)
     if source.winners:
         yield _winners(source)
 
 
-def _speed(source: Source) -> Section:
-    lines = speed_over_sizes(source.winners)
+def _compared(compared: Comparison) -> Section:
+    numbers = "factor", "least", "largest", "cells"
+    lines = [
+        (
+            each.problem,
+            each.verdict,
+            *(f"{getattr(each, name):.3f}" if each.cells else "–" for name in numbers[:3]),
+            f"{each.cells:,}",
+            each.device,
+        )
+        for each in compared.problems
+    ]
     text = (
-        "The upper charts show the winners of all sizes at once, in the geometric mean. The lower chart shows the "
-        "winners of one n at each size, hot and cold. Unfilled marks are times that decide nothing, such as of cold "
-        "data where data usually lies in L2."
+        "The factor is the time of the second over that of the first, in the geometric mean over the cells that both "
+        "have. More than 1 means that the first is faster. The slowest come first."
     )
-    if left_out := times_left_out(lines):
-        text += f" The lower chart has no room for {left_out:,} more times."
-    return Section("Speed", text, speed_charts(speed_over_n(source.winners), lines), root="speed")
+    head = [("problem", False), ("is", False), *((name, True) for name in numbers), ("GPU", False)]
+    return Section("Comparison", text, tables=[Table(head, lines)])
 
 
-def _search(found: Sequence[Search]) -> Iterator[Section]:
+def _speed(source: Source, lines: Sequence[OverSizes]) -> Iterator[Section]:
+    found = speeds(source.winners)
+    text = (
+        "Enter the length of your rows. A number is the speed of the kernels that calls run, as a fraction of a copy: "
+        "the time of a copy of the same bytes over theirs, in the geometric mean over sizes. 1 is as fast as a copy, "
+        "and more is better. Below stand the times of one launch at the smallest and at the largest size."
+    )
+    if facts.head_of(source).estimated:
+        text += " Times estimated for an arch come from a cost model; no kernel ran there."
+    yield Section("Your n", text, speeds=found)
+    names = [name for name in SERIES if any(each.series == name for each in found)]
+    yield Section(
+        "Speed over n",
+        "The same numbers for every n, of what is chosen above. Move the pointer over a mark to see its numbers.",
+        [
+            (f"{regime}: {_REGIME_WORDS[regime]}", chart)
+            for regime, chart in zip(REGIMES, speed_charts(names, [each.n for each in found]), strict=True)
+        ],
+        series={name: COLORS[name] for name in names},
+    )
+    words = "hot: the input lies in L2", "cold: the input lies in memory"
+    text = (
+        "One n at each size. Data of the shaded sizes is larger than L2. A call runs the kernel that is fastest where "
+        "data of its size usually lies, in L2 or in memory; unfilled marks are its times in the other place."
+    )
+    if left_out := sum(len(each.elements) for each in lines[len(_some_lines(lines)) :]):
+        text += f" The charts have no room for {left_out:,} more times."
+    charts = list(zip((f'n = <span class="n"></span>, {each}' for each in words), size_charts(names), strict=True))
+    yield Section("Speed over sizes", text, charts)
+
+
+def _search(found: Sequence[Search], way: str) -> Iterator[Section]:
     effects = knob_effects(found)
     if any(each.knobs for each in effects.values()):
         most = effects[ALL_PROBLEMS, ALL]
         text = (
-            f"From {most.trials:,} timed trials. A trial scores the geometric mean, over the sizes and destinations at "
-            "which it was timed, of the best time of its problem divided by its own. A box reaches from the first to "
-            "the third quartile, a line from the 5th to the 95th percentile. The number beside a knob is the share of "
-            "the variance of the logarithm of the score, within problems, that its values explain by themselves, less "
-            "what chance explains. A search tries good values more often, so these are the effects among what it tried."
+            f"From {most.trials:,} {way} trials. A trial scores the geometric mean, over the sizes and destinations at "
+            f"which it was {way}, of the best time of its problem divided by its own. A box reaches from the first to "
+            "the third quartile, with a line at the median; the thin line reaches from the 5th to the 95th percentile, "
+            "and the dot is the best. The number beside a knob is the share of the variance of the logarithm of the "
+            "score, within problems, that its values explain by themselves, less what chance explains. A search tries "
+            "good values more often, so these are the effects among what it tried."
         )
         if len(most.knobs) > MOST_KNOBS:
             text += f" The {MOST_KNOBS} most important of {len(most.knobs)} knobs are shown."
         if most.fixed:
             text += f" Only one value was tried of {', '.join(most.fixed)}."
-        yield Section("Effects of the knobs", text, knob_chart(effects), root="knobs")
+        yield Section("Effects of the knobs", text, effects=effects)
     if lines := curves.curves(found):
         text = (
             "How soon the search came near to the best that it found in the end, in the geometric mean over all sizes. "
@@ -179,28 +229,43 @@ def _search(found: Sequence[Search]) -> Iterator[Section]:
         )
         if len(lines) > MOST_CURVES:
             text += f" Single lines are those of the {MOST_CURVES} longest searches; the mean is over all."
-        yield Section("Search", text, curve_chart(lines), root="search")
+        yield Section("Search", text, [("Thin: each search; thick: the mean of all", curve_chart(lines))])
+
+
+def _errors(points: Sequence[facts.ErrorPoint]) -> Section:
+    near = max(points, key=lambda point: point.error / point.bound)
+    text = (
+        "Each mark is a problem: the largest relative error ‖out − ref‖ / ‖ref‖ against float64 over all classes of "
+        "input, of the least exact kernel that was found right. A kernel that misses the bound of its problem is never "
+        f"used. The nearest to its bound is {near.problem}, with {near.error / near.bound:.2f} of it. A bound of "
+        "16-bit results is only a little more than the roundings to this type that the problem allows, so errors are "
+        "near to it at every n."
+    )
+    return Section("Errors", text, [("Relative error", error_chart(points))])
 
 
 def _outcomes(source: Source) -> Section:
     counts = facts.outcomes_by_series(source.trials)
+    kinds = list(facts.head_of(source).outcomes)
+    head = ("trials of", False), *((kind.replace("_", " "), True) for kind in kinds)
+    tables = [Table(head, [(name, *(f"{of.get(kind, 0):,}" for kind in kinds)) for name, of in counts.items()])]
     alike, others = facts.failures(source.trials)
     if not alike:
-        return Section("Failures", "No trial failed.", outcome_chart(counts), root="outcomes")
+        return Section("Failures", "No trial failed.", tables=tables)
     text = (
         "The most frequent failures, each with what was said of the first. Failures that differ only in numbers count "
         "together."
     )
     if others:
         text += f" {others:,} more trials failed in other ways."
-    head = [
+    head = (
         ("outcome", False),
         ("trials", True),
         ("problems", True),
         ("detail", False),
         ("problem", False),
         ("knobs", False),
-    ]
+    )
     lines = [
         (
             each.outcome.replace("_", " "),
@@ -212,10 +277,10 @@ def _outcomes(source: Source) -> Section:
         )
         for each in alike
     ]
-    return Section("Failures", text, outcome_chart(counts), [Table(head, lines)], root="outcomes")
+    return Section("Failures", text, tables=[*tables, Table(head, lines)])
 
 
-def _environments(source: Source) -> Section:
+def _provenance(source: Source) -> Section:
     head = [
         ("GPU", False),
         ("compute capability", False),
@@ -248,20 +313,82 @@ def _environments(source: Source) -> Section:
     text = "The devices and the software that the times come from. Clocks are the highest that a GPU allows."
     if len(known) > MOST_ENVIRONMENTS:
         text += f" The table has {MOST_ENVIRONMENTS} of {len(known):,} environments."
-    files: list[tuple[str, str]] = [(source.kind, printable(source.place))]
-    if source.digest:
-        files += [("content digest", printable(source.digest)), ("written by", f"hadagen {printable(source.version)}")]
-    files += [("report made by", f"hadagen {version('hadagen')}")]
     return Section(
         "Provenance",
         text,
-        tables=[Table(head, lines), Table([("what", False), ("which", False)], files)],
+        tables=[Table([("what", False), ("which", False)], list(_about(source))), Table(head, lines)],
     )
 
 
+def _about(source: Source) -> Iterator[tuple[str, str]]:
+    head = facts.head_of(source)
+    yield source.kind, printable(source.place)
+    if source.digest:
+        yield "content digest", printable(source.digest)
+        yield "written by", f"hadagen {printable(source.version)}"
+    yield "report made by", f"hadagen {version('hadagen')}"
+    yield "arch", ", ".join(head.archs)
+    yield "problems", f"{head.problems:,}"
+    if head.trials:
+        yield "trials", f"{head.trials:,}"
+    yield "winners", f"{head.winners:,}"
+    yield "kernels that win", f"{head.kernels:,}"
+    names = {"measured": head.measured, "estimated": head.estimated}
+    yield "times", ", ".join(f"{count:,} {name}" for name, count in names.items() if count)
+    if head.first:
+        yield "dates", " to ".join(sorted({head.first[:10], head.last[:10]}))
+
+
 def _winners(source: Source) -> Section:
-    rows = facts.winner_rows(source.winners)
-    text = "The kernel that a call runs near each size. Click the head of a column to sort by it."
-    if len(rows) > MOST_ROWS:
-        text += f" The table has the first {MOST_ROWS:,} of {len(rows):,} winners; hadagen bundle show --json has all."
-    return Section("Winners", text, winner_table(rows), root="winners")
+    text = "The kernel that a call runs near each size. A click on the head of a column sorts by it."
+    if len(source.winners) > MOST_WINNERS:
+        text += f" The page has the first {MOST_WINNERS:,} of {len(source.winners):,} winners;"
+        text += " hadagen bundle show --json has all."
+    return Section("Winners", text, winners=list(_WINNERS.values()))
+
+
+def _winner_data(rows: Sequence[facts.WinnerRow]) -> dict[str, Any]:
+    """rows: a value for each of `_WINNERS`. texts: column → its texts, once each; rows have their numbers."""
+    columns: list[list[Any]] = []
+    texts: dict[int, list[str]] = {}
+    for number, name in enumerate(_WINNERS):
+        values = [getattr(row, name) for row in rows]
+        if any(isinstance(value, str) for value in values):
+            known = {text: index for index, text in enumerate(dict.fromkeys(values))}
+            texts[number], values = list(known), [known[value] for value in values]
+        columns.append([digits(value) for value in values])
+    return {"rows": list(zip(*columns, strict=True)), "texts": texts}
+
+
+def _some_lines(lines: Sequence[OverSizes]) -> list[OverSizes]:
+    """As many of the first lines as have no more than `MOST_TIMES` times."""
+    times = accumulate(len(line.elements) for line in lines)
+    return [line for line, so_far in zip(lines, times, strict=True) if so_far <= MOST_TIMES]
+
+
+def _line(line: OverSizes) -> dict[str, Any]:
+    numbers = {"": -1} | {name: number for number, name in enumerate(REGIMES)}
+    return {
+        "device": line.shown.device,
+        "kind": line.shown.kind,
+        "destination": line.shown.destination,
+        "series": line.series,
+        "n": line.n,
+        "problem": line.problem,
+        "cache": line.cache,
+        "l2_elements": line.l2_elements,
+        "x": line.elements,
+        "y": [digits(value) for value in line.fraction],
+        "us": [digits(value) for value in line.us],
+        "regime": [numbers[name] for name in line.regime],
+    }
+
+
+def _microseconds(mean: Mean) -> str:
+    """The times of a mean, such as "0.88–2.1 µs"."""
+    return f"{'–'.join(dict.fromkeys(f'{us:#.3g}'.rstrip('.') for us in (mean.least_us, mean.largest_us)))} µs"
+
+
+def _lowest(effects: Effects) -> float:
+    """Where the axis of the boxes begins."""
+    return min((value.low for knob in effects.knobs for value in knob.values), default=0.0)

@@ -1,0 +1,281 @@
+"""The steps of a transform that multiplies by its matrix first.
+
+A row of x is a matrix X of order × length elements, and the transform is A · X · H, times the scale. `LoadBoxes` brings
+X to shared memory as it is. `Product` multiplies it by A, on the tensor cores of warps in fours, and leaves sums in
+fp32. Then steps for bits transform the columns that each thread has. So the only rounding is that of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hadagen.plan.layout import PAIR, ROW, Axis, Place, Placement, add, bit, column, lane, log2, reg, scatter, swaps
+from hadagen.plan.steps.base import FP32, PACKED, WARP_BYTES, Coordinates, Cost, Draft, Region, Roundings, Step, Tile
+from hadagen.plan.steps.matrix import OPERAND_SIDE, VECTOR, of_vector
+from hadagen.plan.steps.memory import Load
+from hadagen.problem.operands import MATRIX, SIGNS
+from hadagen.problem.problem import DType
+
+if TYPE_CHECKING:
+    from hadagen.plan.steps.values import TileValues
+
+# wgmma.m64nNk16 (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): the warps that carry it out together,
+# the rows of its left operand, and the numbers of columns that hadagen has it for.
+WARPS, PRODUCT_ROWS = 4, 64
+PRODUCT_COLUMNS = (64, 128, 256)
+BOX_COLUMNS = 64  # of 16-bit values in the 128 bytes of a swizzled row
+_BOX_ROW_BYTES = 128
+_ALIGNED = 1024  # swizzled rows repeat after so many bytes, where boxes begin
+_MORE_REGISTERS = 12  # of a thread, besides `OVERHEAD_REGISTERS`, as compiled kernels have
+
+
+@dataclass(frozen=True)
+class LoadBoxes(Load):
+    """Global memory → shared memory, for `Product`: boxes of 64 columns of X, whose rows are swizzled.
+
+    A row of a box has 128 bytes. Its 16-byte vector v lies where vector v XOR (row mod 8) would lie otherwise, so that
+    neither rows nor columns meet in a bank. Each thread flips the signs of the vectors that it has copied.
+    """
+
+    name = "LoadBoxes"
+    template = "product.cu.j2"
+
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        yield Region("barriers", _ALIGNED)
+        yield Region("stages", self.stages * plan.stage_bytes)
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        yield from super().faults(plan, at)
+        if self.path != "cp_async":
+            yield "only asynchronous copies of vectors swizzle rows (load must be cp_async)"
+        if self.stages < 2:
+            yield "a box is loaded while another one is multiplied (stages must be 2 or more)"
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        vectors = plan.tile.vectors(plan)
+        return Cost(3 * vectors + 30, shared_bytes=vectors * 16 * 32, waits={"shared": 1, "block sync": 1})
+
+
+@dataclass(frozen=True)
+class Product(Step, Tile):
+    """A times what `LoadBoxes` left in shared memory, by wgmma. The sums stay in fp32.
+
+    The matrix takes in the H of the upper `fold` bits of a column: A ⊗ H, times a matrix of 2^fold times as many,
+    shorter rows. Four warps multiply by 64 rows of it; the number of a row is in three lane bits, a register bit and
+    the warp. The lowest bit of a column is at `pair`, the next two are in lanes, and the others in registers.
+    """
+
+    name = "Product"
+    labels = "fold"
+
+    fold: int
+
+    template = "product.cu.j2"
+    operands = MATRIX, *SIGNS
+    takes = PACKED
+    leaves = FP32
+    holds_all = True
+    is_product = True
+    flips = (True, False)
+
+    def order(self, plan: Draft) -> int:
+        """Rows of the matrix that it multiplies by."""
+        return plan.problem.order << self.fold
+
+    def columns(self, plan: Draft) -> int:
+        """Columns of the product."""
+        return plan.problem.length >> self.fold
+
+    def operands_in_slab(self, plan: Draft) -> int:
+        """Operands of 16 columns of the matrix."""
+        return -(-self.order(plan) // OPERAND_SIDE)
+
+    def axes(self, before: Placement) -> tuple[Axis, ...]:
+        columns = sorted((place for place in before.axes if place.kind == "column"), key=lambda place: place.index)
+        return tuple(before.axes[place] for place in columns[len(columns) - self.fold :] if self.fold)
+
+    def renamed(self, plan: Draft) -> dict[Place, Place]:
+        """Place of a column bit as loaded → place in a thread or lane."""
+        count = log2(self.columns(plan))
+        places = (PAIR, lane(0), lane(1), *(reg(j) for j in range(count - 3)))
+        return {column(number): place for number, place in enumerate(places)}
+
+    def placed(self, placement: Placement, plan: Draft) -> Placement:
+        places = self.renamed(plan)
+        return Placement({places.get(place, place): axis for place, axis in placement.axes.items()})
+
+    @property
+    def multiplies(self) -> str:
+        return "factor 1"
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"wgmma"})
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        if not isinstance(plan.load, LoadBoxes):
+            yield "it multiplies what lies in boxes"
+        if self.fold > plan.problem.bits or self.columns(plan) not in PRODUCT_COLUMNS:
+            numbers = ", ".join(map(str, PRODUCT_COLUMNS))
+            yield f"it has {plan.problem.length >> self.fold} columns instead of {numbers} (fold must be another)"
+
+    def count_roundings(self, so_far: Roundings, carrier: str) -> None:
+        so_far.terms = 0
+
+    def interpret(self, values: TileValues, plan: Draft) -> None:
+        values.multiply_rows(plan.problem, plan.loaded)
+        count = log2(self.columns(plan))
+        values.transform(*(column(count + number) for number in range(self.fold)))
+        values.rename(self.renamed(plan))
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return self.name, self.fold
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        steps = self.operands_in_slab(plan)
+        # In mma.m16n8k16, of which the tensor cores carry out one and a half in the time that the model counts for one.
+        mma = steps * self.columns(plan) / 8 / 1.5
+        return Cost(4 * steps + 40, mma=round(mma), waits={"mma": steps, "shared": 2, "block sync": 1})
+
+    def sentence(self, bits: str) -> str:
+        return "matrix of the transform" + (f", which takes in bits {bits}" if bits else "")
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        order, columns = self.order(plan), self.columns(plan)
+        box_bytes = _BOX_ROW_BYTES * self._padded(plan)
+        # A power of two of the scale goes to the matrix, so that sums stay in the range of fp32.
+        power = {"factor": 1, "power": (order * columns - 1).bit_length()} if self._takes_power(plan) else {}
+        return {
+            "fold": self.fold,
+            "order": order,
+            "columns": columns,
+            "steps": self.operands_in_slab(plan),
+            "padded": self._padded(plan),
+            "box_bytes": box_bytes,
+            "boxes": columns // BOX_COLUMNS,
+            "rows_at_once": 32 * plan.warps // 8,  # of a box, in each of which eight threads copy
+            "slabs_given": -(-plan.problem.order // OPERAND_SIDE),
+            "stages": plan.load.stages,
+            **power,
+        }
+
+    def _takes_power(self, plan: Draft) -> bool:
+        return plan.problem.io.input is DType.BFLOAT16
+
+    def _padded(self, plan: Draft) -> int:
+        """Rows of a box: those of X, and rows of zeros to whole operands."""
+        return OPERAND_SIDE * self.operands_in_slab(plan)
+
+    # ---- as the tile -------------------------------------------------------------------------------------------------
+    def held_from(self, plan: Draft) -> int:
+        return 1 + plan.steps.index(self)
+
+    def placement(self, plan: Draft) -> Placement:
+        columns = {column(number): bit(number) for number in range(plan.problem.bits)}
+        return Placement({**columns, ROW: Axis(plan.problem.order, plan.problem.length)})
+
+    def warps(self, plan: Draft) -> int:
+        return WARPS * -(-self.order(plan) // PRODUCT_ROWS)
+
+    def vectors(self, plan: Draft) -> int:
+        """16-byte vectors of a tile that a thread copies."""
+        return -(-plan.tile_elements // (VECTOR * 32 * plan.warps))
+
+    def eights(self, plan: Draft) -> int:
+        return self.columns(plan) // 16
+
+    def staged_bytes(self, plan: Draft) -> int:
+        return self.columns(plan) // BOX_COLUMNS * _BOX_ROW_BYTES * self._padded(plan)
+
+    def registers(self, plan: Draft, *, wide: bool) -> int:
+        return self.columns(plan) // 2 + 4 * self.operands_in_slab(plan) + _MORE_REGISTERS
+
+    def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
+        length = self.columns(plan)
+        rows = {
+            kind: {digit: Axis(axis.radix, axis.stride * length) for digit, axis in digits.items()}
+            for kind, digits in self._rows(plan).items()
+        }
+        registers = {Axis(digit.radix, 2 * digit.stride): axis for digit, axis in before.digits_of("reg").items()}
+        return {
+            "value": {bit(0): before.axes[PAIR], **registers} | rows["value"],
+            "lane": before.digits_of("lane") | rows["lane"],
+            "warp": rows["warp"],
+        }
+
+    def rows_apart(self, plan: Draft) -> Coordinates:
+        if self.order(plan) % PRODUCT_ROWS == 0:
+            return {}
+        return {
+            kind: {
+                digit: Axis(axis.radix, axis.stride >> self.fold)
+                for digit, axis in digits.items()
+                if axis.stride >> self.fold
+            }
+            for kind, digits in self._rows(plan).items()
+        }
+
+    def _rows(self, plan: Draft) -> Coordinates:
+        """The digits of `coordinates` that tell rows of the product apart, each with the number of a row."""
+        return {
+            "value": {Axis(2, self.columns(plan) // 4): bit(3)},
+            "lane": {bit(2 + number): bit(number) for number in range(3)},
+            "warp": {Axis(plan.warps, 1): Axis(plan.warps, OPERAND_SIDE)},
+        }
+
+    def of_thread(self, plan: Draft) -> dict[str, str]:
+        return {"warp": "thread_index() / 32"}
+
+    def names(self, plan: Draft) -> dict[str, Any]:
+        coordinates = self.coordinates(plan, plan.placements[-1])
+        rows = self._rows(plan)
+        return {
+            "stages_from": self.template,
+            "m": self.view(plan, 0),
+            "vectors": self.eights(plan),
+            "stored_at": add(*(scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))),
+            "store_vector": of_vector(coordinates) or "0",
+            # The row of vector i; "" if the matrix has all rows.
+            "stored_row": ""
+            if self.order(plan) % PRODUCT_ROWS == 0
+            else add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), of_vector(rows)),
+        }
+
+
+@dataclass(frozen=True)
+class CrossButterflies(Step):
+    """Swaps the bits at `reg0` and `lane0`, and those at `reg1` and `lane1`, transforms all four and that at `pair`,
+    and multiplies by the scale if it `scales`. Half of the values cross for each lane bit.
+
+    A lane that has the upper value of a pair subtracts the wrong way round. The sign that its difference then lacks
+    goes through what follows, which is linear, to the last product.
+    """
+
+    name = "CrossButterflies"
+    labels = "scales"
+
+    scales: bool = field(default=True)
+
+    template = "product.cu.j2"
+    takes = FP32
+    places = (PAIR, reg(0), reg(1), lane(0), lane(1))
+    moves = swaps([(lane(0), reg(0)), (lane(1), reg(1))])
+    holds_all = True
+
+    @property
+    def multiplies(self) -> str:
+        return "scale" if self.scales else ""
+
+    def count_roundings(self, so_far: Roundings, carrier: str) -> None:
+        so_far.terms <<= len(self.places)
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return self.name, *map(str, self.axes(plan.before(at))), self.scales
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        words = plan.words(carrier)
+        return Cost(6 * words, shared_bytes=WARP_BYTES * words, waits={"shuffle": 2, "arithmetic": 6})
+
+    def sentence(self, bits: str) -> str:
+        return f"swap lane0↔reg0 and lane1↔reg1, with butterflies: bits {bits}{', times the scale' * self.scales}"
