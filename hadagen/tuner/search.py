@@ -361,7 +361,10 @@ class _Search:
         # The search starts with its knobs.
         oldest = (problem.parent if _is_like_its_parent(problem) else None) or problem
         if oldest not in self._seeds and len(self._stored[problem]) < self._share(problem):
-            if options.guess:
+            if options.time_budget and options.known.get(problem):
+                # The cost model ranks thousands of knobs within seconds, which are worth more trials near winners.
+                guessed = tuple(Space(oldest, options.arch).seeds()[:SEEDS])
+            elif options.guess:
                 guessed = options.guess(oldest, wait)
             else:
                 guessed = first_guesses(oldest, options.arch, self._trials, estimated=self._estimated)
