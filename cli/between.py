@@ -62,7 +62,11 @@ FORMS = {"us": ".3f", "best_us": ".3f", "loss": ".4f", "kernel": ".12", "best_ke
 @click.command()
 @options.problems(sizes=DEFAULT_SIZES, one_kind=True)
 @click.option(
-    "--counts", default=20, show_default=True, callback=options.within(2, 100), help="Row counts of each problem."
+    "--counts",
+    default=20,
+    show_default=True,
+    callback=options.within(2, 100),
+    help="Sizes of each problem.",
 )
 @options.destinations
 @click.option("--db", metavar="PATH|URL", help="Tuning database whose best trials on this GPU are timed too.")

@@ -81,7 +81,7 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
 @click.argument("source", type=options.BundlePath())
 @click.argument("out", type=click.Path(path_type=Path))
 def estimate(arch: str, source: Path, out: Path) -> None:
-    """Write winners for an arch without a measured GPU.
+    """Estimate winners for an arch without a measured GPU.
 
     The cost model chooses them among the winners of another arch, in the bundle at SOURCE. The written bundle has no
     code: each kernel is compiled at its first call. hadagen tune replaces these winners with measured winners.
@@ -96,7 +96,9 @@ def estimate(arch: str, source: Path, out: Path) -> None:
 @bundle.command()
 @click.argument("paths", type=options.BundlePath(), nargs=-1)
 @click.option(
-    "--key", metavar="PUBLIC", help="The public key that must have signed the bundles: a PEM file, or its line."
+    "--key",
+    metavar="PUBLIC",
+    help="The public key that must have signed the bundles: a PEM file, or its base64.",
 )
 @click.option("--all", "every", is_flag=True, help="Print the digest of every bundle too.")
 @options.as_json
@@ -204,7 +206,7 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 @click.argument("path", type=options.BundlePath())
 @click.argument("out", type=click.Path(path_type=Path))
 def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Path | None) -> None:
-    """Assemble the kernels of a bundle anew, such as for older drivers.
+    """Assemble the kernels of a bundle anew, for older drivers.
 
     ptxas makes the cubins of the bundle OUT from the PTX of the bundle at PATH. A driver loads a cubin if it is of the
     same CUDA major release as ptxas, or newer. Everything else stays the same, also the times: measure kernels again if

@@ -21,7 +21,7 @@ from hadagen.tuning_db.bundle import Bundle, BundleEntry
 @click.command("compile")
 @click.option("--arch", help="Target architecture, such as sm90.  [default: arch of this machine's GPU]")
 @options.problems()
-@click.option("--batch-invariant", is_flag=True, help="As in the calls: the same bits among any number of rows.")
+@click.option("--batch-invariant", is_flag=True, help="For calls with batch_invariant=True.")
 @click.option("--device", metavar="NAME", help="GPU to choose for, such as 'NVIDIA H100 80GB HBM3'.")
 def compile_(arch: str | None, problems: list[Problem], batch_invariant: bool, device: str | None) -> None:
     """Compile the kernels of later calls into the cache.

@@ -55,8 +55,8 @@ def emit(
 ) -> None:
     """Print the source of a kernel, or count the legal kernels.
 
-    Knobs that are not set get the legal values nearest to the known winner for large inputs, or to the first seed if no
-    winner is known.
+    Knobs that are not set get the legal values nearest to the known winner for large inputs, or the values that a
+    search tries first if no winner is known.
     """
     from hadagen.compiler.codegen import render, with_headers
     from hadagen.plan.arch import load_arch

@@ -92,7 +92,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 @click.group(cls=Group, commands=[record, replay])
 def dev() -> None:
-    """Measure all variants of a problem, and replay searches on them."""
+    """For work on the search: record all variants, and replay searches."""
 
 
 @click.group(
@@ -102,4 +102,8 @@ def dev() -> None:
 )
 @click.version_option(package_name="hadagen", message="%(prog)s %(version)s")
 def main() -> None:
-    """Generate, verify, time, store and ship GPU kernels for the Walsh-Hadamard transform."""
+    """Generate, verify, time, store and ship GPU kernels for rotations and quantizers.
+
+    hadagen doctor says what works on this machine. hadagen tune searches the fastest kernels for its GPU, and calls use
+    them from then on.
+    """

@@ -138,12 +138,12 @@ k = click.option(
     default=AUTO,
     show_default=True,
     metavar=f"INTEGER|{AUTO}",
-    help=f"Order of the matrix, 1 for none; {AUTO}: the order that hadagen.Rotation takes.",
+    help=f"Order K of the matrix of rows of K · 2^m elements, 1 for none; {AUTO}: as hadagen.Rotation.",
 )
 KEY = (
     "by its key, such as n4096-float16-fast or n128-bfloat16-to-int8-row-accurate, in place of the options that follow"
 )
-PITCHED = "Rows of any number of elements up to n, any number of elements apart"
+PITCHED = "Rows that may be shorter than n, and may lie apart in memory"
 
 
 def _check_key_is_alone() -> None:
@@ -168,17 +168,20 @@ def formats(*, several: bool) -> Callable[[Command], Command]:
     def with_options(command: Command) -> Command:
         for option in (
             click.option("--round-first", is_flag=True, help="Round to the type of x before quantizing."),
-            click.option("--layout", default="row-major", show_default=True, help="How the scales lie in memory."),
-            click.option("--rule", help="How a scale follows from amax.  [default: of the format]"),
-            click.option("--group", type=int, help="Group size: elements with one scale.  [default: of the format]"),
             click.option(
-                "--columns", type=int, help="Elements of a row that is quantized, a multiple of n.  [default: n]"
+                "--layout",
+                default="row-major",
+                show_default=True,
+                help="Layout of the scales.",
             ),
+            click.option("--rule", help="Rule of the scales.  [default: of the format]"),
+            click.option("--group", type=int, help="Elements that share a scale.  [default: of the format]"),
+            click.option("--columns", type=int, help="Length of a quantized row, a multiple of n.  [default: n]"),
             click.option(
                 "--to",
                 metavar="FORMAT",
                 multiple=several,
-                help=f"Quantize the result: {', '.join(FORMATS)}, as hadagen.rotate_quantize does.{once}",
+                help=f"Quantize the result: {', '.join(FORMATS)}. docs/formats.md explains them.{once}",
             ),
         ):
             command = option(command)
@@ -211,7 +214,7 @@ def problem(command: Command) -> Command:
     @click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
     @click.option("--numerics", default=Numerics.ACCURATE.value, show_default=True, help=NUMERICS)
     @click.option("--pitched", is_flag=True, help=f"{PITCHED}.")
-    @click.option("--signed", is_flag=True, help="With signs before and after the transform.")
+    @click.option("--signed", is_flag=True, help="With signs, as in hadagen.Rotation(n, signs=...).")
     @formats(several=False)
     @functools.wraps(command)
     def with_problem(
@@ -275,7 +278,7 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
         @click.option(
             "--pitched/--contiguous",
             default=False if one_kind else None,
-            help=f"{PITCHED}; or only contiguous ones.  [default: {'contiguous' if one_kind else 'both'}]",
+            help=f"{PITCHED}; or only dense rows of n.  [default: {'contiguous' if one_kind else 'both'}]",
         )
         @formats(several=True)
         @functools.wraps(command)

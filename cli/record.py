@@ -32,7 +32,7 @@ MOST_VARIANTS = 20_000
     "--like",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Search the ranges of this recording. Knobs that the recording lacks keep their defaults.",
+    help="Measure the same values of knobs as this recording has. Knobs that the recording lacks keep their defaults.",
 )
 @options.elements("64K,1M,8M,64M")
 @click.option(

@@ -23,7 +23,11 @@ SHOWN = (1, 5, 10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000)
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
-    "--seeds", default=20, show_default=True, callback=options.within(1, 1000), help="Searches of each problem."
+    "--seeds",
+    default=20,
+    show_default=True,
+    callback=options.within(1, 1000),
+    help="Searches for each problem.",
 )
 @click.option(
     "--export",

@@ -1,11 +1,21 @@
-"""hadagen: generated, verified and tuned GPU kernels for the Walsh–Hadamard transform, called from PyTorch.
+"""Generated, verified and tuned GPU kernels for rotations of activations and their quantization, called from PyTorch.
 
     y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
+    z = hadagen.Rotation(14336)(x)
+    q = hadagen.rotate_quantize(x, 128, to="mxfp4")
 
-`best_config` names the kernel of this call, `warmup` loads it beforehand, and `autotune` finds the fastest kernel for
-this GPU. `Rotation` is an orthonormal transform of rows of K·2^m elements, and `rotate_quantize` rotates and quantizes.
-`import hadagen` imports neither PyTorch nor CUDA; the first use of a function does. Once a program has imported both
-hadagen and PyTorch, in any order, hadagen's operators are registered.
+hadamard_transform: the Walsh–Hadamard transform of rows of 2^m elements.
+Rotation: an orthonormal transform of rows of K · 2^m elements, with random signs if you like; a module.
+rotate_quantize: a rotation and a quantizer in one kernel; returns a `Quantized`.
+presets: rotations with a quantizer, by the names of the projects that need them.
+compat: functions of other projects by their own names.
+warmup: load the kernels of later calls.
+best_config: the kernel that a call runs; returns a `BestConfig`.
+autotune: find the fastest kernel for this GPU within seconds.
+
+help(hadagen.Rotation) and so on say more, and docs/api.md has all names. `import hadagen` imports neither PyTorch nor
+CUDA; the first use of a function does. Once a program has imported both hadagen and PyTorch, in any order, hadagen's
+operators are registered.
 """
 
 from __future__ import annotations

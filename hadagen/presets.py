@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
@@ -20,7 +21,7 @@ from hadagen.runtime.given import as_count
 from hadagen.runtime.quantize import check_values, rotate_quantize
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotate_arguments import RotateArguments
-from hadagen.runtime.rotation import Rotation
+from hadagen.runtime.rotation import Rotation, operands_of
 from hadagen.truth import quantizer
 
 __all__ = [
@@ -152,7 +153,7 @@ def _largest(magnitudes: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(magnitudes, (0, 1)).amax(-1)
 
 
-def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> RotateArguments:
+def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Any:  # which is no public type
     """The operands of ConvRot's or TransformerEngine's rotation over blocks of x. Signs are made only once for each
     block and device."""
     check_values(x)
@@ -179,6 +180,6 @@ def _signs(block: int, regular: bool, device: torch.device) -> torch.Tensor:
 def _made_signs(block: int, regular: bool, device: torch.device) -> torch.Tensor:
     with torch.device(device), torch.inference_mode(False):  # whose tensors no other mode takes
         rotation = Rotation(block, "regular") if regular else Rotation(block, signs=_TRANSFORMER_ENGINE_SIGNS)
-        signs = rotation.operands_for(torch.empty(block), 1.0).signs
+        signs = operands_of(rotation, torch.empty(block), 1.0).signs
     assert signs is not None
     return signs

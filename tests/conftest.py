@@ -3,7 +3,7 @@
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from postgres import postgres, postgres_server
 from sample_store import any_store, empty, empty_on_server, path, place, store
 from slow import slow_cases
+from sums import SumUp
 from torch_releases import failing_here
 
 # Fixtures of every test. A session has one server, and one empty database, only if no other module imports them.
@@ -52,6 +53,8 @@ os.environ.pop("COLUMNS", None)
 IN_MEMORY = "/dev/shm"
 ROOM = 2 << 30  # bytes, several times what a run leaves behind
 
+NEEDS_GPU = "needs a GPU: torch.cuda.is_available() is False"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail where GPU tests would be skipped")
@@ -59,6 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--schedules", type=int, default=1, help="how many fleets test_fleet_kills.py breaks")
     parser.addoption("--figures", type=Path, help="a folder where tests write the numbers that documents show of them")
     parser.addoption("--require-chromium", action="store_true", help="fail where tests in a browser would be skipped")
+    parser.addoption("--next", help="sum up at the end what ran, and say that this comes next")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
         system = os.statvfs(IN_MEMORY)
         if system.f_bavail * system.f_frsize >= ROOM and not system.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", IN_MEMORY)
+    if config.getoption("--next"):
+        config.pluginmanager.register(SumUp(config))
 
 
 @pytest.fixture
@@ -106,7 +112,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--require-gpu"):
         raise pytest.UsageError("--require-gpu was given, but torch.cuda.is_available() is False on this machine")
     for item in gpu_items:
-        item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+        item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    report = yield
+    if report.skipped and report.longrepr[-1] == f"Skipped: {NEEDS_GPU}":
+        report.longrepr = "tests", None, NEEDS_GPU  # one line for all in the summary
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -160,6 +160,7 @@ SAMPLED = {
     "test_make.py::test_a_bare_install_looks_up_and_inspects": 0,
     "test_make.py::test_a_bare_install_transforms_compiles_and_chooses": 0,
     "test_make.py::test_every_file_of_every_room_is_in_the_wheel": 0,
+    "test_make.py::test_the_last_lines_say_what_ran_and_what_comes_next": 2,
     "test_make.py::test_the_bundles_of_a_release_are_signed": 0,
     "test_make.py::test_the_wheel_is_small_and_for_every_platform": 0,
     "test_make.py::test_what_tunes_names_the_extra_it_needs": 0,

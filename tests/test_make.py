@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,8 +15,10 @@ from zipfile import ZipFile
 import conftest
 import pytest
 import torch_releases
+import yaml
 from signing_keys import make_key
 from slow import SAMPLED, slow_cases
+from sums import lines
 from torch_releases import Failing, Listed, listed
 
 from hadagen.problem.target import known_archs
@@ -53,6 +56,13 @@ def test_a_target_installs_what_it_needs(target: str, extras: set[str], tmp_path
     assert " install " not in commands(target, tmp_path, "PY=python3")
 
 
+def test_make_alone_lists_every_target_within_80_columns() -> None:
+    listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert all(len(line) < 80 for line in listed)
+    phony = re.findall(r"(?m)^\.PHONY: ([a-z -]+)$", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert {line.split()[0] for line in listed} == set(" ".join(phony).split())
+
+
 def test_a_release_needs_a_key() -> None:
     command = ["make", "release", "PY=python3", "RELEASE=/nonexistent"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -65,7 +75,8 @@ def test_what_is_installed_is_not_installed_again_but_in_another_checkout(tmp_pa
     python.parent.mkdir()
     python.symlink_to(shutil.which("true") or "")
     (tmp_path / "made").write_text(f"{ROOT}\n")
-    (tmp_path / "has-docs").touch()
+    for stamp in ("builds", "has-docs"):
+        (tmp_path / stamp).touch()
     assert " install " not in commands("docs", tmp_path)
     assert " install " in commands("test", tmp_path)
     assert "venv" not in commands("test", tmp_path).replace(str(tmp_path), "")
@@ -96,6 +107,36 @@ def test_every_slow_test_runs_in_one_of_the_checks_of_a_change(tmp_path: Path) -
     assert set(re.findall(r"--ignore=(\S+)", long_test)) == set(re.findall(r"tests/test_\w+\.py", nvrtc_test))
     of_a_change = (ROOT / ".ci" / "run").read_text()
     assert all(f"make {target}" in of_a_change for target in ("test", "long-test", "nvrtc-test"))
+
+
+# ---- the end of a run of tests ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("jobs", ["0", "2"])
+def test_the_last_lines_say_what_ran_and_what_comes_next(jobs: str) -> None:
+    """Tests of a kernel and of a GPU, in one process or two."""
+    chosen = "infinity_comes_out_as_nan_where or gpu_laws"
+    files = "tests/test_emulator.py", "tests/test_gpu_laws.py"
+    command = [sys.executable, "-m", "pytest", f"-n{jobs}", "-pno:cacheprovider", "--next=make x", f"-k{chosen}"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    counted, ran, skipped, following = done.stdout.splitlines()[-4:]
+    assert "3 passed, 1 skipped" in counted
+    assert ran == "Kernels that ran on the CPU, in the emulator: 3."
+    assert skipped == "Tests that need a GPU: 1 skipped. On a machine with a GPU, run: make gpu-test"
+    assert following == "Next: make x."
+
+
+def test_the_last_lines_say_what_to_do_about_failures_and_nothing_after_an_interruption() -> None:
+    of_gpu, other = SimpleNamespace(keywords={"gpu": 1}), SimpleNamespace(keywords={})
+    stats = {"passed": [of_gpu, of_gpu, other], "failed": [other]}
+    ran = ["Tests that need a GPU: 2 passed."]
+    assert list(lines(stats, 1, 0, "make x")) == [*ran, "To run only the tests that failed, add: PYTEST=--last-failed"]
+    assert list(lines(stats, 2, 0, "make x")) == ran
+
+
+def test_a_part_of_the_tests_is_not_summed_up(tmp_path: Path) -> None:
+    for target in ("test", "long-test", "gpu-test"):
+        assert "--next 'make " in commands(target, tmp_path, "PY=python3")
+        assert "--next" not in commands(target, tmp_path, "PY=python3", "PYTEST=tests/test_plan.py")
 
 
 # ---- other releases of PyTorch ---------------------------------------------------------------------------------------
@@ -190,6 +231,54 @@ def test_documents_name_the_tested_releases() -> None:
 
 def minor(release: str) -> int:
     return int(release.split(".")[1])
+
+
+# ---- the version -----------------------------------------------------------------------------------------------------
+def version(folder: Path) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", "setuptools_scm"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_version_is_of_the_tag_in_archives_too_and_a_copy_has_one(tmp_path: Path) -> None:
+    checkout, archive, copy = (tmp_path / name for name in ("checkout", "archive", "copy"))
+    for folder in (checkout, archive, copy):
+        folder.mkdir()
+    for name in ("pyproject.toml", ".gitattributes", ".git_archival.txt"):
+        shutil.copy(ROOT / name, checkout)
+        shutil.copy(ROOT / name, copy)
+
+    def git(*arguments: str) -> None:
+        person = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *person, *arguments], cwd=checkout, check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a")
+    assert version(checkout).startswith("0.1.dev1+g")
+    git("tag", "v1.2.3")
+    git("archive", f"--output={tmp_path / 'a.tar'}", "HEAD")
+    shutil.unpack_archive(tmp_path / "a.tar", archive)
+    assert (version(checkout), version(archive), version(copy)) == ("1.2.3", "1.2.3", "0.0")
+    git("commit", "--allow-empty", "-m", "b")
+    assert version(checkout).startswith("1.2.4.dev1+g")
+
+
+def test_the_citation_has_what_its_format_requires() -> None:
+    """https://github.com/citation-file-format/citation-file-format: the required keys, in the version of the schema."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert all(isinstance(citation[key], str) and citation[key] for key in ("message", "title"))
+    assert all(author["name"] for author in citation["authors"])
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nlicense = "{citation["license"]}"\n' in project
+    assert citation["type"] == "software"
+
+
+def test_a_version_of_the_changelog_fits_a_screen() -> None:
+    _, *versions = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## [")
+    assert versions
+    assert all(len(each.splitlines()) <= 50 for each in versions)
 
 
 # ---- the wheel -------------------------------------------------------------------------------------------------------
@@ -295,7 +384,7 @@ def test_the_bundles_of_a_release_are_signed(bare: Path, key: tuple[Path, Path])
 
 def test_the_wheel_is_small_and_for_every_platform(wheel: Path) -> None:
     assert wheel.stat().st_size <= 21_000_000
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.name == f"hadagen-{version(ROOT)}-py3-none-any.whl"
     with ZipFile(wheel) as archive:
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
     needed = [line.split(": ", 1)[1] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]

@@ -21,6 +21,7 @@ from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, verification_operands
 from hadagen.problem.problem import Problem
 from hadagen.runtime import calls, quantize_operator
+from hadagen.runtime.rotation import operands_of
 from hadagen.truth.quantizer import memory_of, quantize
 from hadagen.truth.reference import hadamard, transform
 
@@ -138,7 +139,7 @@ def test_the_kernel_that_a_rotation_asks_for(
     monkeypatch.setattr(calls, "takes_kernels", lambda x: True)
     x = torch.empty(2, rotation.n, dtype=torch.float16)
     problem = quantize_operator.problem_for(
-        x, rotation.operands_for(x, 1.0), Format.choose(to, None, None, "row-major"), False
+        x, operands_of(rotation, x, 1.0), Format.choose(to, None, None, "row-major"), False
     )
     assert (problem and problem.key) == key
 

@@ -21,6 +21,7 @@ from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import Problem
 from hadagen.runtime import rotate_operator, tables
 from hadagen.runtime.rotate_arguments import addresses, pack_matrix, pack_signs, unpack_signs
+from hadagen.runtime.rotation import operands_of
 
 __all__ = ["device"]  # a fixture
 HALF = torch.float16
@@ -170,7 +171,7 @@ def test_operands_in_memory_that_kernels_cannot_read(device: EmulatedDevice) -> 
     r, x = signed(224), normal(3, 224, dtype=HALF)
     wanted = x.double() @ r.matrix()
     device.ran()
-    matrices, *of = r.operands_for(x, 1.0)
+    matrices, *of = operands_of(r, x, 1.0)
     odd = torch.cat([torch.zeros(1, dtype=torch.uint8), matrices])[1:]
     strided = torch.stack([matrices, matrices], 1)[:, 0]
     for matrices in (odd, strided):
@@ -288,7 +289,7 @@ def test_batches_and_modes_see_the_operator(device: EmulatedDevice) -> None:
 
 def test_a_scale_beyond_the_fast_kernel_takes_the_accurate_one(device: EmulatedDevice) -> None:
     r, x = signed(224), normal(3, 224, dtype=HALF)
-    rotate_operator.ROTATE.functional(x, *r.operands_for(x, 1.0)._replace(scale=1e-9, numerics="fast"))
+    rotate_operator.ROTATE.functional(x, *operands_of(r, x, 1.0)._replace(scale=1e-9, numerics="fast"))
     assert device.ran() == ["n224-k28-signed-float16-accurate"]
 
 
@@ -329,7 +330,7 @@ def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) 
     module = compile_host([source])
     x = normal(5, problem.n, dtype=HALF)
     for transposed in (False, True):
-        of = rotation.operands_for(x, 1.0)._replace(transposed=transposed)
+        of = operands_of(rotation, x, 1.0)._replace(transposed=transposed)
         halves = of.matrices.chunk(2) if of.matrices is not None else ()
         arrays = {each.data_ptr(): each.numpy() for each in (*halves, of.signs, of.signs_after) if each is not None}
         operands: dict[str, Any] = {name: arrays.get(value, value) for name, value in addresses(of).items()}

@@ -15,6 +15,7 @@ from hadagen.errors import TensorError
 from hadagen.runtime.named import named_matrix, named_on, stored_matrix
 from hadagen.runtime.rotate_arguments import pack_signs
 from hadagen.runtime.rotate_operator import ROTATE, RotateArguments
+from hadagen.runtime.rotation import operands_of
 
 SIGNS = {"signs": some_signs(40), "signs_after": some_signs(40, seed=1)}
 REGULAR = Rotation(64, "regular", block=16, signs=some_signs(16))
@@ -22,7 +23,7 @@ NOTHING = {"matrices": None, "orders": [], "signs": None, "signs_after": None}
 
 
 def operands(rotation: Rotation = R, transposed: bool = False, **changes: Any) -> RotateArguments:
-    own = rotation.operands_for(torch.empty(rotation.n), 1.0)._replace(transposed=transposed)
+    own = operands_of(rotation, torch.empty(rotation.n), 1.0)._replace(transposed=transposed)
     if rotation is R:  # its matrix has the signs
         signs, signs_after = map(pack_signs, (R.signs, R.signs_after))
         own = own._replace(matrices=named_on("dao", (20,), 40, "cpu"), signs=signs, signs_after=signs_after)
@@ -111,7 +112,7 @@ def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
         torch.library.opcheck(named_matrix, ("dao", [12], n, "cpu"))
         named_matrix("dao", [12], n, "cpu").zero_()
         r = Rotation(n, "dao")
-        assert torch.equal(named_matrix("dao", [12], n, "cpu"), r.operands_for(torch.empty(n), 1.0).matrices)
+        assert torch.equal(named_matrix("dao", [12], n, "cpu"), operands_of(r, torch.empty(n), 1.0).matrices)
     torch.library.opcheck(named_matrix, ("regular", [1], 64, "cpu"))
     torch.library.opcheck(named_matrix, ("auto", [76, 36], 10944, "cpu"))
 
@@ -128,7 +129,7 @@ def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
     ids=repr,
 )
 def test_a_stored_matrix_is_a_tensor_of_its_own(rotation: Rotation) -> None:
-    of = rotation.operands_for(torch.empty(rotation.n), 1.0)
+    of = operands_of(rotation, torch.empty(rotation.n), 1.0)
     signs = (None, None) if of.signs is not None else (rotation.packed_signs, rotation.packed_signs_after)
     arguments = rotation.packed_matrices, *signs, rotation.name, list(rotation.k), rotation.block, rotation._scale
     torch.library.opcheck(stored_matrix, arguments)

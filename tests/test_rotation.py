@@ -22,6 +22,7 @@ from hadagen.errors import TensorError, UsageError
 from hadagen.problem.matrices import _TABLE, NAMES, find_matrix
 from hadagen.runtime import plain_transform
 from hadagen.runtime.rotate_operator import ROTATE
+from hadagen.runtime.rotation import operands_of
 
 NAMED = sorted((key for key in _TABLE if key[0] in NAMES), key=lambda key: (key[1], key[0]))
 
@@ -128,7 +129,7 @@ def test_signs_are_a_part_of_a_matrix_that_has_all_of_h(n: int, orders: tuple[in
     signs, after = some_signs(n), some_signs(n, seed=1)
     for before, behind in ((signs, after), (signs, None), (None, after)):
         r = Rotation(n, "auto", k=orders, signs=before, signs_after=behind)
-        of = r.operands_for(normal(1, n), 1.0)
+        of = operands_of(r, normal(1, n), 1.0)
         assert of.signs is of.signs_after is None
         torch.testing.assert_close(r.matrix(), dense("auto", orders, n, before, behind))
         torch.testing.assert_close(r.inverse(r(normal(3, n))), normal(3, n))
@@ -164,11 +165,11 @@ def test_how_a_given_matrix_lies_does_not_matter() -> None:
     for k in range(5, 40):
         q = torch.linalg.qr(normal(k, k, seed=k)).Q.float()
         one, other = (Rotation(k, each) for each in (q.contiguous(), q.T.contiguous().T))
-        assert one.operands_for(torch.eye(k), 1.0).scale == other.operands_for(torch.eye(k), 1.0).scale
+        assert operands_of(one, torch.eye(k), 1.0).scale == operands_of(other, torch.eye(k), 1.0).scale
 
 
 def test_sixteen_bit_results_are_rounded_once() -> None:
-    h = Rotation(172).operands_for(normal(1, 172), 1.0).matrices
+    h = operands_of(Rotation(172), normal(1, 172), 1.0).matrices
     x = torch.randint(-9, 9, (64, 344), generator=torch.Generator().manual_seed(0))  # so that every sum is exact
     for dtype in (torch.float16, torch.bfloat16):
         y = ROTATE.functional(x.to(dtype), h, [172], None, None, 344, False, False, 0.25, "accurate")

@@ -1,9 +1,11 @@
 """`hadamard_transform` in plain PyTorch, and its checks. No GPU needed."""
 
+import pydoc
 import warnings
 from collections.abc import Callable
-from itertools import product
+from itertools import product, takewhile
 from operator import mul
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -274,3 +276,41 @@ def test_the_package_offers_what_it_says() -> None:
         assert getattr(hadagen, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hadagen.nothing  # noqa: B018
+
+
+# ---- help() ----------------------------------------------------------------------------------------------------------
+SCREEN = 24  # lines of a terminal
+
+
+def helped(found: Any) -> list[str]:
+    return pydoc.plaintext.document(found).splitlines()
+
+
+def test_the_first_screen_of_help_names_what_there_is() -> None:
+    functions = {name for name in hadagen.__all__ if name[0].islower()}
+    first = "\n".join(helped(hadagen)[:SCREEN])
+    assert all(f"    {name}: " in first for name in functions | {"Rotation", "compat", "presets"})
+    methods = {name for name in vars(hadagen.Rotation) if name[0] != "_" and callable(getattr(hadagen.Rotation, name))}
+    first = "\n".join(helped(hadagen.Rotation)[:SCREEN])
+    assert "r(x)" in first
+    assert all(f".{name}(" in first for name in methods - {"forward", "extra_repr"})
+    folder = Path(hadagen.compat.__path__[0])
+    assert all(f"\n    {path.stem}: " in "\n".join(helped(hadagen.compat)) for path in folder.glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize(
+    ("found", "methods"),
+    [
+        (hadagen.Quantized, "as_torch_types dequantize to"),
+        (
+            hadagen.Rotation,
+            "extra_repr fold_into forward from_compressed_tensors from_dict inverse matrix shard signs signs_after "
+            "to_dict transform",
+        ),
+    ],
+)
+def test_help_lists_the_methods_of_users_alone_and_says_something_of_each(found: type, methods: str) -> None:
+    own = {name for name in vars(found) if name[0] != "_"}
+    assert own - {"codes", "format", "scales", "tensor_scale"} == set(methods.split())
+    lines = takewhile(lambda line: " inherited from " not in line, helped(found))
+    assert not [line for line in lines if line.startswith(" |      # ")]  # a comment, where there is no docstring

@@ -19,7 +19,7 @@ def tree(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=hidden)
     for page in ROOT.glob("*.md"):
         shutil.copy(page, tmp_path)
-    for name in ("tests", "examples"):
+    for name in ("tests", "examples", "CITATION.cff"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs" / "data").symlink_to(ROOT / "docs" / "data")
     return tmp_path

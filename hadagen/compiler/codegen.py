@@ -122,6 +122,7 @@ def _place_lines(plan: Plan) -> list[str]:
         "cta": "block of the cluster",
         "column": "column of X, which a row of x makes up",
         "row": "row of X",
+        "tile": "row of x",
     }
     held = {kind: plan.loaded.digits_of(kind) for kind in kinds}
     axes = {kind: " ".join(map(str, held[kind].values())) for kind in kinds if held[kind]}

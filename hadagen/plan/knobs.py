@@ -327,9 +327,10 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The same where the matrix comes first."""
     form = problem.io.form
     folds = form is not None and not form.rounds_first
-    steps: list[Step] = [LoadBoxes(knobs.load, knobs.stages), Product(knobs.fold)]
-    steps += [Butterfly(reg(j)) for j in range(2, problem.bits - knobs.fold - 3)]
-    steps.append(CrossButterflies(scales=not folds))
+    in_registers = problem.bits - knobs.fold - 3  # bits of a column
+    steps: list[Step] = [LoadBoxes(knobs.load, knobs.stages), Product(knobs.fold, knobs.rows)]
+    steps += [Butterfly(reg(j)) for j in range(2, in_registers)]
+    steps.append(CrossButterflies(min(2, max(0, in_registers)), scales=not folds))
     steps += _to_codes(problem, steps, folds, False) if form else [Round(), Store()]
     return _with_signs(problem, steps)
 

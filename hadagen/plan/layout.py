@@ -70,7 +70,7 @@ def log2(value: int) -> int:
 class Place:
     """One coordinate digit of where an element is held; a bit, unless an axis of another radix lives there."""
 
-    kind: str  # pair, reg, lane, warp, cta, column or row
+    kind: str  # pair, reg, lane, warp, cta, column, row or tile
     index: int = 0
 
     def __str__(self) -> str:
@@ -103,6 +103,10 @@ def cta(index: int) -> Place:
 
 def column(index: int) -> Place:
     return Place("column", index)
+
+
+def row_of_x(index: int) -> Place:
+    return Place("tile", index)
 
 
 # The number of a row of a tile whose columns are bits of `column`.

@@ -44,8 +44,6 @@ def _(c: Context, k: Knobs) -> str | None:
         return "the arch has no wgmma (first must be hadamard)"
     if k.chunks > 1 or k.warps > 1:
         return "where the matrix comes first, a block has its warps for one row (chunks and warps must be 1)"
-    if c.problem.unit > c.problem.n:
-        return f"a tile ends within a row of {c.problem.unit} (first must be hadamard)"
     return None
 
 
@@ -53,16 +51,27 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return "nothing is folded where H comes first (fold must be 0)" if k.fold else None
-    if c.problem.length >> k.fold not in PRODUCT_COLUMNS:
-        few, *_, most = PRODUCT_COLUMNS
-        return f"a product has from {few} to {most} columns (fold must be another, or first hadamard)"
+    most = PRODUCT_COLUMNS[-1]
+    if not VECTOR <= c.problem.length >> k.fold <= most:
+        return f"a product has from {VECTOR} to {most} columns of a row (fold must be another, or first hadamard)"
     draft, _ = _draft(c, k)
     if 32 * draft.warps > (limit := c.arch.limits.threads_per_block):
         return f"more than {limit} threads per block (fold must be less)"
     return None
 
 
-_of_product("rows", 1)
+@MATRIX_RULES.rule("rows")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.first == HADAMARD:
+        return None
+    if (columns := k.rows * c.problem.length >> k.fold) not in PRODUCT_COLUMNS:
+        numbers = ", ".join(map(str, PRODUCT_COLUMNS))
+        return f"a product has {numbers} columns, and not {columns} (rows must be others)"
+    if k.rows * c.problem.n % c.problem.unit:
+        return f"a tile ends within a row of {c.problem.unit} (rows must be {c.problem.unit // c.problem.n} or more)"
+    return None
+
+
 _of_product("slabs", 1)
 _of_product("exchange_carrier", PACKED)
 _of_product("load", "cp_async")

@@ -21,6 +21,7 @@ from hadagen.plan.plan import Plan
 from hadagen.plan.steps.base import FP16, PACKED
 from hadagen.plan.steps.matrix import OPERAND_SIDE
 from hadagen.plan.steps.memory import Load
+from hadagen.plan.steps.product import PRODUCT_COLUMNS
 from hadagen.problem.problem import DType, Numerics, Problem
 
 # Knobs for `fast` that proved good on H100 and H200 for all tiles. Where they are not legal, the nearest are used.
@@ -129,7 +130,8 @@ class Space:
             if knobs := self._keeping(tile, "chunks", "slabs", "load"):
                 found[knobs] = None
         for stages, fold in product((3, 2, 4), (0, 1, 2, 3)):
-            boxes = replace(PROVEN_WITH_PRODUCT, stages=stages, fold=fold)
+            few = max(1, PRODUCT_COLUMNS[0] // max(1, self.problem.length >> fold))
+            boxes = replace(PROVEN_WITH_PRODUCT, stages=stages, fold=fold, rows=few)
             if knobs := self._keeping(boxes, "first", "fold", "stages"):
                 found[knobs] = None
         return list(found)

@@ -148,7 +148,7 @@ def best_config(
         only calls that are not batch-invariant have kernels.
     order, signed: those of a rotation of n elements: K, or 1 without a matrix, and whether it has signs. A `Rotation`,
         a `Problem` and a key say that themselves.
-    to, columns, group, rule, layout, round_first: as for `warmup`, one format each.
+    to, columns, group, rule, layout, round_first, before: as for `warmup`, one value each.
 
     Raises `UsageError` for missing or too many arguments, a bad problem, order, flag, format or arch, a rotation that
     no kernel computes, a device of another arch, rows below 1, or if there is no device; `StorageError` if

@@ -46,7 +46,7 @@ from hadagen.runtime.quantize_operator import (
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotate_arguments import RotateArguments, check
 from hadagen.runtime.rotate_operator import ROTATE
-from hadagen.runtime.rotation import Rotation
+from hadagen.runtime.rotation import Rotation, buffers_of, memory_of, number_for, operands_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
@@ -54,7 +54,7 @@ _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in floa
 
 def rotate_quantize(
     x: torch.Tensor,
-    rotation: Rotation | RotateArguments | int | None = None,
+    rotation: Rotation | int | None = None,
     *,
     to: str,
     scale: float | None = None,
@@ -72,7 +72,7 @@ def rotate_quantize(
 
     x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m.
     rotation: a `hadagen.Rotation` of rows of m elements; or n, a power of two, for H_n · n^-½ over blocks of n
-        elements; None for no rotation. (`hadagen.presets` passes operands of a Rotation.)
+        elements; None for no rotation.
     to: the format. docs/formats.md has the formats, their rules, groups and layouts.
     scale: for a Rotation and for None a factor on the values before they are quantized, 1 by default. For n the whole
         factor on H_n: by default n^-½, which makes it orthonormal; scale=1 is the unnormalized H_n.
@@ -151,7 +151,7 @@ _PLAIN = {None, type(None), int, float, bool, str}
 def _what(x: torch.Tensor, rotation: Any, tensor_scale: Any, to: Any, scale: Any, group: Any, *options: Any) -> Any:
     """The options of a call, as `calls.known` takes them; None if the call is not remembered."""
     if isinstance(rotation, Rotation):
-        by = rotation.number_for(x)
+        by = number_for(rotation, x)
         if by is None:
             return None
     elif isinstance(rotation, RotateArguments):
@@ -180,7 +180,7 @@ def _again(
         return made if len(run.outputs) > 1 else (made, None)
     kept = [] if given is None else [(addresses[0], addresses[0] + given.nbytes)]
     if isinstance(rotation, Rotation):
-        kept += rotation.kept
+        kept += memory_of(rotation)
     elif isinstance(rotation, RotateArguments):
         kept += [(each.data_ptr(), each.data_ptr() + each.nbytes) for _, each in rotation.tensors]
     places = run.places(x, target, kept)
@@ -210,8 +210,9 @@ def _made(
             _check_has_no_gradient(each, name)
         check_outputs(written, outputs_of(x, form), x)
         if all(has_only_memory(each) for each in (x, *written)):
-            operands = rotation.tensors if isinstance(rotation, (Rotation, RotateArguments)) else ()
-            check_free(written, x, given, form, operands)
+            kept = buffers_of(rotation) if isinstance(rotation, Rotation) else ()
+            kept = rotation.tensors if isinstance(rotation, RotateArguments) else kept
+            check_free(written, x, given, form, kept)
             if form.layout.in_columns:  # PyTorch does not know that these zeros belong to it, so an operator may not
                 fill_up(written[1])
     tensors = [x, given, of.matrices, of.signs, of.signs_after, *(written or ())]
@@ -268,7 +269,7 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
 
 def _operands(
     x: torch.Tensor,
-    rotation: Rotation | RotateArguments | int | None,
+    rotation: Any,
     scale: float | None,
     numerics: str,
     batch_invariant: bool,
@@ -277,7 +278,7 @@ def _operands(
     columns = x.shape[-1]
     factor = 1.0 if scale is None else scale
     if isinstance(rotation, Rotation):
-        return rotation.operands_for(x, factor, numerics, batch_invariant)
+        return operands_of(rotation, x, factor, numerics, batch_invariant)
     if isinstance(rotation, RotateArguments):
         made = rotation.scaled(factor, numerics, batch_invariant)
         if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do

@@ -129,12 +129,15 @@ class Quantized:
 
     # ---- as a pair ---------------------------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[torch.Tensor]:
+        """Iterate over codes and scales."""
         return iter((self.codes, self.scales))
 
     def __len__(self) -> int:
+        """2, as of a pair."""
         return 2
 
     def __getitem__(self, index: Any) -> Any:
+        """The codes for 0, the scales for 1."""
         return (self.codes, self.scales)[index]
 
     def __repr__(self) -> str:

@@ -92,6 +92,14 @@ _MATRICES, _SIGNS, _AFTER = "packed_matrices", "packed_signs", "packed_signs_aft
 class Rotation(SealedModule):
     """r(x) = x · M with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out / c, over each block of the last dimension of x.
 
+    r(x): x · M. `forward` has the arguments.
+    r.inverse(x): x · Mᵀ, which undoes the rotation.
+    r.fold_into(weight, "input"), r.fold_into(weight, "output", bias): the weight of a linear layer that is rotated.
+    r.matrix(): M.
+    r.shard(rank, world): the rotation of a rank's part of the last dimension.
+    r.to_dict(), Rotation.from_dict(data): the rotation as data for JSON, and back.
+    Rotation.from_compressed_tensors(weight): the rotation of a matrix in a checkpoint.
+
     n: the last dimension of x, at least 1.
     matrix: the name of a set of Hadamard matrices (docs/rotations.md has the names and their rules), a K×K tensor of
         real numbers with K up to 428, or a list of such tensors. A1 belongs to the slowest index. Tensors are copied.
@@ -119,6 +127,7 @@ class Rotation(SealedModule):
     """
 
     _BUFFERS: ClassVar[dict[str, str]] = {_MATRICES: "matrix", _SIGNS: "signs", _AFTER: "signs_after"}
+    _NOT_STORED: ClassVar[tuple[str, ...]] = ("_made", "_held")
     _made: _Made | None  # the operands that the last call had
     _held: torch.Tensor | None  # that of the name, on the module's device
     packed_matrices: torch.Tensor | None
@@ -136,6 +145,7 @@ class Rotation(SealedModule):
         signs_after: torch.Tensor | Sequence[int] | None = None,
         block: int | None = None,
     ) -> None:
+        """Makes the buffers on PyTorch's default device."""
         super().__init__()
         self.n = as_count(n, "n")
         self.block = self.n if block is None else as_count(block, "block")
@@ -389,12 +399,29 @@ class Rotation(SealedModule):
             return None
         return of if len(self._orders) <= 1 and all(each.dtype == torch.int8 for each in self._given) else None
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
+    @property
+    def signs(self) -> torch.Tensor | None:
+        """The diagonal of D_in: int8 [block] on the CPU, or None. Raises `TensorError` if it is not known."""
+        return self._signs_in(_SIGNS)
+
+    @property
+    def signs_after(self) -> torch.Tensor | None:
+        """The diagonal of D_out: int8 [block] on the CPU, or None. Raises `TensorError` if it is not known."""
+        return self._signs_in(_AFTER)
+
     def extra_repr(self) -> str:
+        """The arguments that `repr` shows."""
         rest = self.block // math.prod(self.k)
         factors = f" = {' · '.join(map(str, (*self.k, rest)))}" if self.k else ""
         signs = [self._BUFFERS[name] for name in (_SIGNS, _AFTER) if self._sizes[name] is not None]
         return ", ".join([f"n={self.n}", f"block={self.block}{factors}", f"matrix={self.name!r}", *signs])
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+    def _signs_in(self, name: str) -> torch.Tensor | None:
+        if self._sizes[name] is None:
+            return None
+        signs = unpack_signs(self._known(name), self.block)
+        return signs * regular_diagonal(self.block) if self._swapped else signs
 
     def _run(
         self,
@@ -408,8 +435,8 @@ class Rotation(SealedModule):
         if batch_invariant is None:
             batch_invariant = BATCH_INVARIANT
         # As in `hadamard_transform`: a repeated call goes straight to its kernel if the dispatcher has nothing to do.
-        if is_plain(x) and (number := self.number_for(x)) is not None:
-            kept = self.kept if inplace is not False or out is not None else ()
+        if is_plain(x) and (number := number_for(self, x)) is not None:
+            kept = memory_of(self) if inplace is not False or out is not None else ()
             y = again(x, (number, transposed, numerics, batch_invariant), inplace, out, kept)
             if y is not None:
                 return cast(torch.Tensor, y)
@@ -436,7 +463,7 @@ class Rotation(SealedModule):
         """Raises `TensorError` if the result would be written over the module's own buffers."""
         name, target = ("x", x) if out is None else ("out", out)
         if has_only_memory(target):
-            check_apart(target, name, self.tensors)
+            check_apart(target, name, buffers_of(self))
 
     # ---- operands ----------------------------------------------------------------------------------------------------
     def _options(
@@ -544,35 +571,6 @@ class Rotation(SealedModule):
         with contextlib.suppress(TensorError):  # which the next call raises
             self._look(self._device)
 
-    @property
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The buffers that can be read, with their names in messages."""
-        return [(f"{name} of the rotation", each) for name, each in self._present if sealed.is_readable(each)]
-
-    def number_for(self, x: torch.Tensor) -> int | None:
-        """The number that stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x
-        does not fit, or the buffers have to be read first."""
-        made = self._made
-        if made is None or made.index != x.get_device() or (made.watched and not made.is_whole(self._buffers)):
-            return None
-        return made.number
-
-    @property
-    def kept(self) -> Sequence[Range]:
-        """The memory of the buffers, which calls must not write."""
-        return () if self._made is None else self._made.places
-
-    def operands_for(
-        self, x: torch.Tensor, scale: float, numerics: str = "accurate", batch_invariant: bool = BATCH_INVARIANT
-    ) -> RotateArguments:
-        """The arguments of an operator that rotates x and multiplies by a scale. Raises what a call with x raises."""
-        if x.shape[-1] != self.n:
-            raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
-        options = self._options(x, False, scale, numerics, batch_invariant)
-        if not is_dynamo_compiling():  # where the operator's own checks do more for the message
-            check(x, options)
-        return options
-
     def _check_part(self, part: Any, name: str) -> None:
         """Raises TypeError and `TensorError`, with the name, for a tensor of a layer that cannot be rotated."""
         check_is_tensor(part, name)
@@ -589,25 +587,41 @@ class Rotation(SealedModule):
         if self._no_inverse is not None:
             raise UsageError(self._no_inverse)
 
-    # ---- as a module -------------------------------------------------------------------------------------------------
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_held": None}
 
-    @property
-    def signs(self) -> torch.Tensor | None:
-        """The diagonal of D_in: int8 [block] on the CPU, or None. Raises `TensorError` if it is not known."""
-        return self._signs_in(_SIGNS)
+# ---- for the functions that take a Rotation --------------------------------------------------------------------------
+def operands_of(
+    rotation: Rotation,
+    x: torch.Tensor,
+    scale: float,
+    numerics: str = "accurate",
+    batch_invariant: bool = BATCH_INVARIANT,
+) -> RotateArguments:
+    """The arguments of an operator that rotates x and multiplies by a scale. Raises what a call with x raises."""
+    if x.shape[-1] != rotation.n:
+        raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {rotation.n}")
+    options = rotation._options(x, False, scale, numerics, batch_invariant)
+    if not is_dynamo_compiling():  # where the operator's own checks do more for the message
+        check(x, options)
+    return options
 
-    @property
-    def signs_after(self) -> torch.Tensor | None:
-        """The diagonal of D_out: int8 [block] on the CPU, or None. Raises `TensorError` if it is not known."""
-        return self._signs_in(_AFTER)
 
-    def _signs_in(self, name: str) -> torch.Tensor | None:
-        if self._sizes[name] is None:
-            return None
-        signs = unpack_signs(self._known(name), self.block)
-        return signs * regular_diagonal(self.block) if self._swapped else signs
+def number_for(rotation: Rotation, x: torch.Tensor) -> int | None:
+    """The number that stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x does
+    not fit, or the buffers have to be read first."""
+    made = rotation._made
+    if made is None or made.index != x.get_device() or (made.watched and not made.is_whole(rotation._buffers)):
+        return None
+    return made.number
+
+
+def memory_of(rotation: Rotation) -> Sequence[Range]:
+    """The memory of the buffers, which calls must not write."""
+    return () if rotation._made is None else rotation._made.places
+
+
+def buffers_of(rotation: Rotation) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that can be read, with their names in messages."""
+    return [(f"{name} of the rotation", each) for name, each in rotation._present if sealed.is_readable(each)]
 
 
 def _index(device: torch.device) -> int:

@@ -42,6 +42,7 @@ class SealedModule(torch.nn.Module):
     """
 
     _BUFFERS: ClassVar[dict[str, str]]  # buffer → argument of the constructor
+    _NOT_STORED: ClassVar[tuple[str, ...]] = ("_made",)  # attributes that a copy or a file has as None
     _made: Watched | None  # the buffers that calls were prepared for
 
     def __init__(self) -> None:
@@ -220,7 +221,7 @@ class SealedModule(torch.nn.Module):
         missing_keys += [key for key in lacking if key not in missing]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}
+        return {**self.__dict__, **dict.fromkeys(self._NOT_STORED)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -507,41 +507,47 @@ HADAGEN_INLINE Boxes boxes_of(const byte* boxes, u32 rows) {
     return {__shfl_sync(0xFFFFFFFFu, low, 0), 1024u >> 4 | 1u << 30};
 }
 
-// d += A · X for 16 columns of A and rows 16 k and later of X: wgmma. d has the sums of the upper eight rows behind all others.
-// `more`: 128 k. `adds`: 0 where d is new.
-template <class T> HADAGEN_INLINE void wgmma(float (&d)[32], const Operand& a, const Boxes& boxes, u32 more, int adds);
-template <class T> HADAGEN_INLINE void wgmma(float (&d)[64], const Operand& a, const Boxes& boxes, u32 more, int adds);
-template <class T> HADAGEN_INLINE void wgmma(float (&d)[128], const Operand& a, const Boxes& boxes, u32 more, int adds);
-#define HADAGEN_SUMS_8(t) "+f"(d[2 * (t)]), "+f"(d[2 * (t) + 1]), "+f"(d[half + 2 * (t)]), "+f"(d[half + 2 * (t) + 1])
-#define HADAGEN_SUMS_32(t) HADAGEN_SUMS_8(t), HADAGEN_SUMS_8(t + 1), HADAGEN_SUMS_8(t + 2), HADAGEN_SUMS_8(t + 3)
-#define HADAGEN_SUMS_64 HADAGEN_SUMS_32(0), HADAGEN_SUMS_32(4)
-#define HADAGEN_SUMS_128 HADAGEN_SUMS_64, HADAGEN_SUMS_32(8), HADAGEN_SUMS_32(12)
-#define HADAGEN_SUMS_256 HADAGEN_SUMS_128, HADAGEN_SUMS_32(16), HADAGEN_SUMS_32(20), HADAGEN_SUMS_32(24), HADAGEN_SUMS_32(28)
-#define HADAGEN_TENS(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
-#define HADAGEN_NUMBERS_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," HADAGEN_TENS(1) HADAGEN_TENS(2)
+// d += A · X for 16 columns of A and rows 16 k and later of X, or d = A · X where it is the first product: wgmma. d has the
+// sums of the upper eight rows behind all others. `further`: 128 k.
+template <class T> HADAGEN_INLINE void wgmma(float (&d)[32], const Operand& a, const Boxes& boxes, u32 further, bool first);
+template <class T> HADAGEN_INLINE void wgmma(float (&d)[64], const Operand& a, const Boxes& boxes, u32 further, bool first);
+template <class T> HADAGEN_INLINE void wgmma(float (&d)[128], const Operand& a, const Boxes& boxes, u32 further, bool first);
+#define HADAGEN_SUMS_8(is, t) is(d[2 * (t)]), is(d[2 * (t) + 1]), is(d[half + 2 * (t)]), is(d[half + 2 * (t) + 1])
+#define HADAGEN_SUMS_32(is, t) HADAGEN_SUMS_8(is, t), HADAGEN_SUMS_8(is, t + 1), HADAGEN_SUMS_8(is, t + 2), HADAGEN_SUMS_8(is, t + 3)
+#define HADAGEN_SUMS_64(is) HADAGEN_SUMS_32(is, 0), HADAGEN_SUMS_32(is, 4)
+#define HADAGEN_SUMS_128(is) HADAGEN_SUMS_64(is), HADAGEN_SUMS_32(is, 8), HADAGEN_SUMS_32(is, 12)
+#define HADAGEN_SUMS_256(is) HADAGEN_SUMS_128(is), HADAGEN_SUMS_32(is, 16), HADAGEN_SUMS_32(is, 20), HADAGEN_SUMS_32(is, 24), HADAGEN_SUMS_32(is, 28)
+#define HADAGEN_NUMBERS_10(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+#define HADAGEN_NUMBERS_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," HADAGEN_NUMBERS_10(1) HADAGEN_NUMBERS_10(2)
+#define HADAGEN_NUMBERS_60 HADAGEN_NUMBERS_30 HADAGEN_NUMBERS_10(3) HADAGEN_NUMBERS_10(4) HADAGEN_NUMBERS_10(5)
+#define HADAGEN_NUMBERS_90 HADAGEN_NUMBERS_60 HADAGEN_NUMBERS_10(6) HADAGEN_NUMBERS_10(7) HADAGEN_NUMBERS_10(8)
+#define HADAGEN_NUMBERS_120 HADAGEN_NUMBERS_90 HADAGEN_NUMBERS_10(9) HADAGEN_NUMBERS_10(10) HADAGEN_NUMBERS_10(11)
 #define HADAGEN_NUMBERS_64 HADAGEN_NUMBERS_30 "%30,%31"
-#define HADAGEN_NUMBERS_60 HADAGEN_NUMBERS_30 HADAGEN_TENS(3) HADAGEN_TENS(4) HADAGEN_TENS(5)
 #define HADAGEN_NUMBERS_128 HADAGEN_NUMBERS_60 "%60,%61,%62,%63"
-#define HADAGEN_NUMBERS_120 HADAGEN_NUMBERS_60 HADAGEN_TENS(6) HADAGEN_TENS(7) HADAGEN_TENS(8) HADAGEN_TENS(9) HADAGEN_TENS(10) HADAGEN_TENS(11)
 #define HADAGEN_NUMBERS_256 HADAGEN_NUMBERS_120 "%120,%121,%122,%123,%124,%125,%126,%127"
-#define HADAGEN_WGMMA(T, type, columns, count, left, low_at, high_at, more_at, adds_at)  \
-    template <> HADAGEN_INLINE void wgmma<T>(float (&d)[count], const Operand& a, const Boxes& boxes, u32 further, int adds) { \
+#define HADAGEN_IS_NEW(sum) "=f"(sum)
+#define HADAGEN_IS_ADDED(sum) "+f"(sum)
+#define HADAGEN_WGMMA_AS(is, adds, type, columns, left, low_at, high_at, further_at)                                    \
+    asm volatile("{.reg .pred p; .reg .b32 at; .reg .b64 box; setp.ne.b32 p, " adds ", 0; add.u32 at, " low_at ", " further_at "; " \
+                 "mov.b64 box, {at, " high_at "}; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " " \
+                 "{" HADAGEN_NUMBERS_##columns "}, {" left "}, box, p, 1, 1, 1;}"                                      \
+                 : HADAGEN_SUMS_##columns(is)                                                                          \
+                 : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(boxes.low), "r"(boxes.high), "r"(further))
+#define HADAGEN_WGMMA(T, type, columns, count, left, low_at, high_at, further_at)                                       \
+    template <> HADAGEN_INLINE void wgmma<T>(float (&d)[count], const Operand& a, const Boxes& boxes, u32 further, bool first) { \
         constexpr int half = count / 2;                                                                                \
-        asm volatile("{.reg .pred p; .reg .b32 at; .reg .b64 box; setp.ne.b32 p, " adds_at ", 0; add.u32 at, " low_at ", " more_at "; " \
-                     "mov.b64 box, {at, " high_at "}; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " " \
-                     "{" HADAGEN_NUMBERS_##columns "}, {" left "}, box, p, 1, 1, 1;}"                                  \
-                     : HADAGEN_SUMS_##columns                                                                          \
-                     : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(boxes.low), "r"(boxes.high), \
-                       "r"(further), "r"(adds));                                                                       \
+        if (first) HADAGEN_WGMMA_AS(HADAGEN_IS_NEW, "0", type, columns, left, low_at, high_at, further_at);             \
+        else HADAGEN_WGMMA_AS(HADAGEN_IS_ADDED, "1", type, columns, left, low_at, high_at, further_at);                 \
     }
 #define HADAGEN_WGMMAS(T, type)                                                                                        \
-    HADAGEN_WGMMA(T, type, 64, 32, "%32,%33,%34,%35", "%36", "%37", "%38", "%39")                                       \
-    HADAGEN_WGMMA(T, type, 128, 64, "%64,%65,%66,%67", "%68", "%69", "%70", "%71")                                      \
-    HADAGEN_WGMMA(T, type, 256, 128, "%128,%129,%130,%131", "%132", "%133", "%134", "%135")
+    HADAGEN_WGMMA(T, type, 64, 32, "%32,%33,%34,%35", "%36", "%37", "%38")                                              \
+    HADAGEN_WGMMA(T, type, 128, 64, "%64,%65,%66,%67", "%68", "%69", "%70")                                             \
+    HADAGEN_WGMMA(T, type, 256, 128, "%128,%129,%130,%131", "%132", "%133", "%134")
 HADAGEN_WGMMAS(float16, "f16")
 HADAGEN_WGMMAS(bfloat16, "bf16")
 #undef HADAGEN_WGMMAS
 #undef HADAGEN_WGMMA
+#undef HADAGEN_WGMMA_AS
 
 // Starts d = A · X, for four warps that each have 16 rows of A. A thread gets rows lane / 4 and lane / 4 + 8 of its warp, those behind
 // these; of each, columns 2 (lane % 4) and the next of every eight. X: boxes of 64 columns and `16 steps` rows of 128 bytes.
@@ -550,7 +556,7 @@ HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[steps],
     const Boxes all = boxes_of(boxes, 16 * steps);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (u32 k = 0; k < steps; ++k) wgmma<T>(d, a[k], all, 128 * k, k > 0);
+    for (u32 k = 0; k < steps; ++k) wgmma<T>(d, a[k], all, 128 * k, k == 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Waits until d is there, and the boxes may be written again.

@@ -8,10 +8,25 @@ fp32. Then steps for bits transform the columns that each thread has. So the onl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hadagen.plan.layout import PAIR, ROW, Axis, Place, Placement, add, bit, column, lane, log2, reg, scatter, swaps
+from hadagen.plan.layout import (
+    PAIR,
+    ROW,
+    Axis,
+    Place,
+    Placement,
+    add,
+    bit,
+    column,
+    lane,
+    log2,
+    reg,
+    row_of_x,
+    scatter,
+    swaps,
+)
 from hadagen.plan.steps.base import FP32, PACKED, WARP_BYTES, Coordinates, Cost, Draft, Region, Roundings, Step, Tile
 from hadagen.plan.steps.matrix import OPERAND_SIDE, VECTOR, of_vector
 from hadagen.plan.steps.memory import Load
@@ -68,9 +83,10 @@ class Product(Step, Tile):
     """
 
     name = "Product"
-    labels = "fold"
+    labels = "fold rows"
 
     fold: int
+    rows: int = 1  # of x, whose columns lie side by side
 
     template = "product.cu.j2"
     operands = MATRIX, *SIGNS
@@ -84,9 +100,13 @@ class Product(Step, Tile):
         """Rows of the matrix that it multiplies by."""
         return plan.problem.order << self.fold
 
+    def length(self, plan: Draft) -> int:
+        """Columns of a row of x."""
+        return plan.problem.length >> self.fold
+
     def columns(self, plan: Draft) -> int:
         """Columns of the product."""
-        return plan.problem.length >> self.fold
+        return self.rows * self.length(plan)
 
     def operands_in_slab(self, plan: Draft) -> int:
         """Operands of 16 columns of the matrix."""
@@ -97,10 +117,11 @@ class Product(Step, Tile):
         return tuple(before.axes[place] for place in columns[len(columns) - self.fold :] if self.fold)
 
     def renamed(self, plan: Draft) -> dict[Place, Place]:
-        """Place of a column bit as loaded → place in a thread or lane."""
-        count = log2(self.columns(plan))
-        places = (PAIR, lane(0), lane(1), *(reg(j) for j in range(count - 3)))
-        return {column(number): place for number, place in enumerate(places)}
+        """Place of a bit of a column, or of a row of x, as loaded → place in a thread or lane."""
+        loaded = [column(number) for number in range(log2(self.length(plan)))]
+        loaded += [row_of_x(number) for number in range(log2(self.rows))]
+        places = (PAIR, lane(0), lane(1), *(reg(j) for j in range(len(loaded) - 3)))
+        return dict(zip(loaded, places, strict=True))
 
     def placed(self, placement: Placement, plan: Draft) -> Placement:
         places = self.renamed(plan)
@@ -116,16 +137,16 @@ class Product(Step, Tile):
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if not isinstance(plan.load, LoadBoxes):
             yield "it multiplies what lies in boxes"
-        if self.fold > plan.problem.bits or self.columns(plan) not in PRODUCT_COLUMNS:
+        if self.columns(plan) not in PRODUCT_COLUMNS:
             numbers = ", ".join(map(str, PRODUCT_COLUMNS))
-            yield f"it has {plan.problem.length >> self.fold} columns instead of {numbers} (fold must be another)"
+            yield f"it has {self.columns(plan)} columns instead of {numbers} (rows or fold must be another)"
 
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
         so_far.terms = 0
 
     def interpret(self, values: TileValues, plan: Draft) -> None:
         values.multiply_rows(plan.problem, plan.loaded)
-        count = log2(self.columns(plan))
+        count = log2(self.length(plan))
         values.transform(*(column(count + number) for number in range(self.fold)))
         values.rename(self.renamed(plan))
 
@@ -145,11 +166,12 @@ class Product(Step, Tile):
         order, columns = self.order(plan), self.columns(plan)
         box_bytes = _BOX_ROW_BYTES * self._padded(plan)
         # A power of two of the scale goes to the matrix, so that sums stay in the range of fp32.
-        power = {"factor": 1, "power": (order * columns - 1).bit_length()} if self._takes_power(plan) else {}
+        power = {"factor": 1, "power": (plan.problem.n - 1).bit_length()} if self._takes_power(plan) else {}
         return {
             "fold": self.fold,
             "order": order,
             "columns": columns,
+            "length": self.length(plan),
             "steps": self.operands_in_slab(plan),
             "padded": self._padded(plan),
             "box_bytes": box_bytes,
@@ -173,7 +195,8 @@ class Product(Step, Tile):
 
     def placement(self, plan: Draft) -> Placement:
         columns = {column(number): bit(number) for number in range(plan.problem.bits)}
-        return Placement({**columns, ROW: Axis(plan.problem.order, plan.problem.length)})
+        rows = {row_of_x(number): Axis(2, plan.problem.n << number) for number in range(log2(self.rows))}
+        return Placement({**columns, ROW: Axis(plan.problem.order, plan.problem.length), **rows})
 
     def warps(self, plan: Draft) -> int:
         return WARPS * -(-self.order(plan) // PRODUCT_ROWS)
@@ -192,7 +215,7 @@ class Product(Step, Tile):
         return self.columns(plan) // 2 + 4 * self.operands_in_slab(plan) + _MORE_REGISTERS
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
-        length = self.columns(plan)
+        length = self.length(plan)
         rows = {
             kind: {digit: Axis(axis.radix, axis.stride * length) for digit, axis in digits.items()}
             for kind, digits in self._rows(plan).items()
@@ -245,23 +268,28 @@ class Product(Step, Tile):
 
 @dataclass(frozen=True)
 class CrossButterflies(Step):
-    """Swaps the bits at `reg0` and `lane0`, and those at `reg1` and `lane1`, transforms all four and that at `pair`,
-    and multiplies by the scale if it `scales`. Half of the values cross for each lane bit.
+    """Swaps the bits at `reg0` and `lane0`, and those at `reg1` and `lane1`, transforms those at `pair`, in lanes and
+    the first `registers` of the others, and multiplies by the scale if it `scales`. Half of the values cross for each
+    lane bit.
 
     A lane that has the upper value of a pair subtracts the wrong way round. The sign that its difference then lacks
     goes through what follows, which is linear, to the last product.
     """
 
     name = "CrossButterflies"
-    labels = "scales"
+    labels = "registers scales"
 
-    scales: bool = field(default=True)
+    registers: int  # 0, 1 or 2
+    scales: bool
 
     template = "product.cu.j2"
     takes = FP32
-    places = (PAIR, reg(0), reg(1), lane(0), lane(1))
     moves = swaps([(lane(0), reg(0)), (lane(1), reg(1))])
     holds_all = True
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return (PAIR, *(reg(number) for number in range(self.registers)), lane(0), lane(1))
 
     @property
     def multiplies(self) -> str:
