@@ -155,9 +155,8 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
-    return c.beyond_limits(
-        k,
-        wide=False,
-        values="values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)",
-        fewer="rows",
-    )
+    if k.first == MATRIX_FIRST:
+        values = "the matrix and its sums do not fit the registers (fold or min_blocks must be another)"
+        return c.beyond_limits(k, wide=False, values=values, fewer="stages")
+    values = "values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)"
+    return c.beyond_limits(k, wide=False, values=values, fewer="rows")
