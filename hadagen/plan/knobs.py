@@ -29,6 +29,7 @@ EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 WHOLE, HALF = "whole", "half"
 HADAMARD, MATRIX_FIRST = "hadamard", "matrix"
+TOGETHER, IN_TURNS = "together", "in_turns"
 MAX_EXCHANGED_LANES = 4  # the fifth lane bit stays, so that stores write whole sectors of 32 bytes
 # `far_lanes` → how many far bits come to lanes before others come to registers; bits of blocks go to registers first.
 # With two, stores write whole lines of 128 bytes.
@@ -86,6 +87,13 @@ class Knobs:
         with_matrix=True,
     )
     fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
+    products: str = _knob(
+        (TOGETHER, IN_TURNS),
+        "whether warps of one block begin their products by the matrix together or in turns, where it comes first",
+        with_matrix=True,
+        room=False,
+        estimated=1,
+    )
     rows: int = _knob(
         (1, 2, 4, 8, 16, 32, 64, 128, 256), "rows of a tile that is multiplied by a matrix", with_matrix=True
     )
@@ -328,7 +336,10 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     form = problem.io.form
     folds = form is not None and not form.rounds_first
     in_registers = problem.bits - knobs.fold - 3  # bits of a column
-    steps: list[Step] = [LoadBoxes(knobs.load, knobs.stages), Product(knobs.fold, knobs.rows)]
+    steps: list[Step] = [
+        LoadBoxes(knobs.load, knobs.stages),
+        Product(knobs.fold, knobs.rows, knobs.products == IN_TURNS),
+    ]
     steps += [Butterfly(reg(j)) for j in range(2, in_registers)]
     steps.append(CrossButterflies(min(2, max(0, in_registers)), scales=not folds))
     steps += _to_codes(problem, steps, folds, False) if form else [Round(), Store()]

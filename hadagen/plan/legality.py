@@ -217,6 +217,7 @@ def _footprint(problem: Problem, *room: Any) -> Footprint:
 
 RULES.unused("first", "there is no matrix")
 RULES.unused("fold", "there is no matrix")
+RULES.unused("products", "there is no matrix")
 RULES.unused("rows", "there is no matrix, so no tile is multiplied")
 RULES.unused("slabs", "there is no matrix, so no rows are held")
 

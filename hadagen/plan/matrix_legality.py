@@ -6,7 +6,7 @@ from hadagen.plan.knobs import HADAMARD, KNOBS, MATRIX_FIRST, Knobs, KnobValue
 from hadagen.plan.legality import RULES, Context, Rules, Why, footprint
 from hadagen.plan.steps.base import PACKED, Draft
 from hadagen.plan.steps.matrix import COLUMN_BITS, VECTOR, Matrix, Multiplies
-from hadagen.plan.steps.product import PRODUCT_COLUMNS, Product
+from hadagen.plan.steps.product import PRODUCT_COLUMNS, WARPS, Product
 from hadagen.problem.problem import LEAST_LENGTH, DType, Rows
 
 
@@ -58,6 +58,14 @@ def _(c: Context, k: Knobs) -> str | None:
     if 32 * draft.warps > (limit := c.arch.limits.threads_per_block):
         return f"more than {limit} threads per block (fold must be less)"
     return None
+
+
+@MATRIX_RULES.first_only("products")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.first == HADAMARD:
+        return "all warps multiply what they have"
+    draft, _ = _draft(c, k)
+    return "four warps have all rows" if draft.warps == WARPS else None
 
 
 @MATRIX_RULES.rule("rows")

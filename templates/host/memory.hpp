@@ -15,7 +15,7 @@ namespace hadagen::machine {
 constexpr u32 vector_bytes = 16;
 constexpr u32 word_bytes = 4;  // the least that kernels store to shared memory
 constexpr int warp_lanes = 32;
-constexpr int max_barriers = 8;  // mbarriers of one block
+constexpr int max_barriers = 16; // mbarriers of one block
 constexpr int max_warps = 32;    // of one block
 constexpr int product_warps = 4;  // that carry out a product together
 

@@ -83,10 +83,11 @@ class Product(Step, Tile):
     """
 
     name = "Product"
-    labels = "fold rows"
+    labels = "fold rows in_turns"
 
     fold: int
     rows: int = 1  # of x, whose columns lie side by side
+    in_turns: bool = False  # whether four warps begin when the four before them have begun
 
     template = "product.cu.j2"
     operands = MATRIX, *SIGNS
@@ -179,6 +180,8 @@ class Product(Step, Tile):
             "rows_at_once": 32 * plan.warps // 8,  # of a box, in each of which eight threads copy
             "slabs_given": -(-plan.problem.order // OPERAND_SIDE),
             "stages": plan.load.stages,
+            "in_turns": self.in_turns,
+            "takers": plan.warps // WARPS,
             **power,
         }
 
