@@ -13,7 +13,7 @@ import re
 # The version of CUDA 12.0 and driver 525, the oldest that hadagen runs on: nothing is won below it.
 _FLOOR = (8, 0)
 # The targets of that version. Later targets need a driver that reads later versions, and have their own instructions.
-_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
+_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a")
 
 _TYPE = r"\.(?:pred|[bsu](?:8|16|32|64)|f(?:16|32|64)|f16x2|bf16|bf16x2|tf32)"
 _SPACE = r"(?:\.(?:global|local|const|param|shared(?:::cta|::cluster)?))?"
@@ -35,6 +35,8 @@ _KNOWN = {
         r"shfl\.sync\.(?:bfly|idx|up|down)\.b32|vote\.sync\.(?:all|any|uni|ballot)\.(?:pred|b32)",
         r"redux\.sync\.(?:add|min|max|and|or|xor)\.[bsu]32",
         r"mma\.sync\.aligned\.m16n8k(?:4|8|16)\.row\.col(?:\.(?:f16|bf16|tf32|f32)){4}",
+        r"wgmma\.(?:fence|commit_group|wait_group)\.sync\.aligned",
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(?:64|128|256)k16\.f32\.(?:f16\.f16|bf16\.bf16)",
         r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16",
         r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x[124](?:\.trans)?\.shared(?:::cta)?\.b16",
         r"cp\.async\.c[ag]\.shared(?:::cta)?\.global|cp\.async\.(?:commit_group|wait_group|wait_all)",
