@@ -89,7 +89,7 @@ def test_an_arch_has_the_features_whose_primitives_compile(library: Nvrtc, name:
     has = arch.features - NO_INSTRUCTION
     compiles(library, arch, kernel_with("", *sorted(has)))
     for lacking in NEEDING.keys() - has - {""}:
-        with pytest.raises(CompileError, match="requires|not supported on"):
+        with pytest.raises(CompileError, match=r"requires|not supported on"):
             compiles(library, arch, replace(kernel_with(lacking), specific=False))
 
 

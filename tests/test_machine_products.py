@@ -27,7 +27,8 @@ BEGIN = """u64* const read = barrier + 1;
             if (row / 4 == warp) store2(out + 2 * (64 * row + column), pack<T>(d[i], 0.0f));
         }
     };
-    const auto copy = [&] { cp_async16(boxes + 128 * (t / 8) + 16 * (t % 8 ^ t / 8 % 8), in + 16 * t), cp_async_commit(); };
+    const u32 place = 128 * (t / 8) + 16 * (t % 8 ^ t / 8 % 8);
+    const auto copy = [&] { cp_async16(boxes + place, in + 16 * t), cp_async_commit(); };
     if (t == 0) barrier_init(barrier, 4), barrier_init(read, 4);
     block_sync();
     copy();

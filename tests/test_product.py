@@ -1,20 +1,32 @@
 """Kernels that multiply by the matrix first: their plans in float64, and the emitted source on the emulator."""
 
+import json
 import re
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command_line import run, sentence, succeed
+from real_compilers import is_there, needs_compiler, needs_nvrtc
+from sample_trials import make_kernel, make_trial
 from slow import cases_of
 from spaces import ARCH, space_of
 from test_quantizer import TYPES
 from test_quantizing_kernels import check, emulated
 
+from hadagen.compiler import recipes
+from hadagen.compiler.cache import KernelCache
 from hadagen.compiler.codegen import render
+from hadagen.compiler.compilers import COMPILERS, Ptxas
+from hadagen.compiler.cubin import is_cubin
 from hadagen.compiler.emulator import HostModule, compile_host, verify
+from hadagen.compiler.ptx_version import lowered
+from hadagen.compiler.recipes import Recipe, closest_recipe, image_of, is_recipe_of
+from hadagen.compiler.toolchain import BuildFailure, Toolchain, assembled
 from hadagen.errors import UsageError
 from hadagen.plan.arch import load_arch
 from hadagen.plan.knobs import MATRIX_FIRST, Knobs
@@ -26,7 +38,10 @@ from hadagen.problem.bits import decode
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, verification_operands
 from hadagen.problem.problem import ACCURATE_BOUND, DType, Problem
+from hadagen.problem.target import known_archs
+from hadagen.problem.trial import knobs_key
 from hadagen.truth.reference import transform
+from hadagen.tuner.estimate import shortlist
 
 
 @dataclass(frozen=True)
@@ -57,8 +72,8 @@ def product_first(**knobs: Any) -> Knobs:
     return replace(Knobs(first=MATRIX_FIRST, load="cp_async", grid="persistent", stages=3), **knobs)
 
 
-# Every number of columns with every fold; whole operands and matrices of some rows, whole fours of warps and others; rows
-# of every length that share a product.
+# Every number of columns with every fold; matrices of whole operands and others, that fill all warps and not; rows of
+# every length that share a product.
 CHOICES = [
     Choice("n768-k12-bfloat16-accurate", 0, 2),
     Choice("n448-k7-float16-accurate", 0, 4),
@@ -293,3 +308,82 @@ def test_searches_choose_it_too(key: str) -> None:
     assert {(knobs.fold, knobs.stages) for knobs in seeds if knobs.first == MATRIX_FIRST} == wanted
     assert all(plan.launch.shared_bytes <= ARCH.limits.shared_per_block for plan in plans)
     assert all("CrossButterflies" in [step.name for step in plan.steps] for plan in plans)
+
+
+# ---- instructions of one arch ----------------------------------------------------------------------------------------
+SMALL = Choice("n768-k12-bfloat16-accurate", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "told"), [("sm_90", "sm_90a"), ("sm_90a", "sm_90a"), ("sm_100f", "sm_100a"), ("sm_120", "sm_120a")]
+)
+def test_compilers_are_told_a_target_that_has_them(target: str, told: str) -> None:
+    source = source_of(SMALL)
+    assert source.specific
+    assert source.compiled_for(target) == told
+    assert replace(source, specific=False).compiled_for(target) == target
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", COMPILERS)
+def test_it_compiles_and_its_ptx_assembles(kind: str, tmp_path: Path) -> None:
+    if not is_there(kind):
+        pytest.skip(f"no {kind} is here")
+    toolchain, source = Toolchain(COMPILERS[kind].find(), cache=KernelCache(tmp_path)), source_of(SMALL)
+    assert toolchain.key(source, ARCH) != toolchain.key(replace(source, specific=False), ARCH)
+    (made,) = toolchain.build_all([source], ARCH)
+    ptx = lowered(made.ptx.decode())
+    assert re.findall(r"^\.(?:version|target) (\S+)$", ptx, re.M) == ["8.0", "sm_90a"]
+    if is_there("nvcc"):
+        again = assembled([replace(made, ptx=ptx.encode())], ARCH, Ptxas.find())[made.digest]
+        assert is_cubin(again.cubin)
+    (failed,) = toolchain.build([replace(source, specific=False)], ARCH)
+    assert isinstance(failed, BuildFailure)
+    assert "not supported on .target 'sm_90'" in failed.summary
+
+
+@needs_nvrtc
+def test_its_recipe_is_compiled_for_that_arch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "_roots", [tmp_path])
+    recipe = Recipe(SMALL.problem, product_first(stages=2).to_dict(), "sm90", SMALL.plan.launch)
+    for target in ("sm95", "sm100", "sm121", "sm130"):  # two of these are not known
+        with pytest.raises(UsageError, match=f"the recipe needs wgmma, which {target} lacks; tune for it$"):
+            image_of(recipe, target)
+    assert is_cubin(image_of(recipe, "sm90"))
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm100", "sm121"])
+def test_the_recipe_for_another_arch_has_h_first(arch: str) -> None:
+    knobs = knobs_key(product_first(stages=2).to_dict())
+    other = closest_recipe(SMALL.problem, knobs, arch)
+    assert other
+    assert other.knobs["first"] == "hadamard"
+    same = closest_recipe(SMALL.problem, knobs, "sm90")
+    assert same
+    assert same.knobs == product_first(stages=2).to_dict()
+
+
+def test_estimates_for_other_archs_never_propose_it() -> None:
+    trial = make_trial(
+        problem=SMALL.problem,
+        knobs=product_first(stages=2).to_dict(),
+        kernel=make_kernel(launch=SMALL.plan.launch),
+    )
+    for name in set(known_archs()) - {"sm90"}:
+        arch = load_arch(name)
+        assert all(knobs.first == "hadamard" for knobs in shortlist(Space(SMALL.problem, arch), 4)), name
+        assert not is_recipe_of(replace(trial, arch=name))
+    assert is_recipe_of(trial)
+
+
+KNOBS = "first=matrix,load=cp_async,grid=persistent,stages=2"
+
+
+def test_emit_names_the_target_that_has_it() -> None:
+    text = succeed("emit", "--problem", SMALL.key, "--knobs", KNOBS, "--standalone")
+    assert " -arch=sm_90a -cubin " in text
+    assert "Launch min(ceil(elements / 768), as many as the GPU holds at once) blocks of 128 threads." in text
+    said = sentence(run("emit", "--arch", "sm100", "--problem", SMALL.key, "--knobs", "first=matrix"), 2)
+    assert said.endswith("the arch has no wgmma (first must be hadamard)")
+    report = json.loads(succeed("emit", "--space", "--problem", SMALL.key, "--json"))
+    assert report["legal"] + sum(report["reasons"].values()) == report["total"]
