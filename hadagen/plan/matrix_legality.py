@@ -72,9 +72,9 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return None
-    if (columns := k.rows * c.problem.length >> k.fold) not in PRODUCT_COLUMNS:
-        numbers = ", ".join(map(str, PRODUCT_COLUMNS))
-        return f"a product has {numbers} columns, and not {columns} (rows must be others)"
+    if k.rows * c.problem.length >> k.fold not in PRODUCT_COLUMNS:
+        numbers = " or ".join(map(str, PRODUCT_COLUMNS))
+        return f"a product has {numbers} columns, those of all its rows (rows must be others)"
     if k.rows * c.problem.n % c.problem.unit:
         return f"a tile ends within a row of {c.problem.unit} (rows must be {c.problem.unit // c.problem.n} or more)"
     return None
