@@ -176,6 +176,7 @@ STOPPED = {
     case(
         "half_a_block", "barrier_init(barrier, 4)", "barrier_init(barrier, 2)", threads=64
     ): "a product takes 4 warps; a block has 64 threads",
+    case("not_waited_for", "wait_for_product(d);", "if (turn == 1) return;"): "ends before its product",
     case("not_begun", "multiply_boxes<T>(d, a, boxes);", ""): "waits for another product than its last",
     case("another_phase", "barrier_wait(barrier, turn);", "barrier_wait(barrier, 1);"): "the kernel hangs",
     case("not_all_arrive", ARRIVE_READ, "if (t == 0) barrier_arrive(read);"): (

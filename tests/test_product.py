@@ -177,6 +177,7 @@ def test_any_number_of_rows(choice: Choice, module: HostModule) -> None:
             order_seed=number,
         )
         assert (report.complaint, report.uninitialized_reads) == ("", 0), rows
+        assert (report.bank_conflicts, report.excess_sectors) == (0, 0)
         half = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}[problem.io.input]  # of the last bit
         found = decode(problem.io.input, out)
         assert np.allclose(found, exact, rtol=1.001 * half, atol=1e-5 * np.abs(exact).max()), rows

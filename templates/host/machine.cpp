@@ -83,6 +83,7 @@ void make_ready(u32 first, u32 count) {
 
 void run_kernel() {
     m.kernel(m.launch.arguments);
+    if (!m.running->products.empty()) fail("%s ends before its product", Name(m.running->who).text);
     m.running->waits_at = ended;
     --m.unfinished;
     run_next();
