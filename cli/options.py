@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from hadagen.cli.wanted import KINDS, Wanted, kind_of
 from hadagen.compiler.compilers import DEFAULT
 from hadagen.errors import StorageError, UsageError, shortened, shown
 from hadagen.owners import make_folder
@@ -152,12 +153,13 @@ def _check_key_is_alone() -> None:
     context = click.get_current_context()
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if given and option.name in ("n", "k", "dtype", "numerics", "pitched", "signed", "to", *FORMAT_OPTIONS):
+        if given and option.name in _PARTS:
             names = "/".join(option.opts + option.secondary_opts)
             raise UsageError(f"--problem names all of a problem; leave it out, or {names}")
 
 
 FORMAT_OPTIONS = "columns", "group", "rule", "layout", "round_first"
+_PARTS = "kinds", "n", "k", "dtype", "numerics", "pitched", "signed", "to", *FORMAT_OPTIONS  # which a key names
 
 
 def formats(*, several: bool) -> Callable[[Command], Command]:
@@ -257,20 +259,24 @@ def destinations(command: Command) -> Command:
     return with_destinations
 
 
-def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Command], Command]:
+def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False, shipped: bool = False) -> Callable[[Command], Command]:
     """`--problem`, or `--n --k --dtype --numerics --pitched/--contiguous --to` and the other options of `formats`. The
     options before K and the formats may name several values; the command receives a list of `problems`, each once.
 
     sizes: the default row lengths. one_kind: whether the defaults are only contiguous rows of float16 with accurate
-        numerics. Else the defaults are all dtypes, numerics and rows that have kernels.
+        numerics. Else the defaults are all dtypes, numerics and rows that have kernels. shipped: whether the default
+        is what hadagen ships kernels for. The other options then choose among that, `--n` and `--to` add to it, there
+        is `--kind`, and the command receives `problems` as `Wanted`.
     """
     each = slice(1 if one_kind else None)
 
     def several(name: str, values: Sequence[str], text: str) -> Callable[[Command], Command]:
-        return click.option(f"--{name}", multiple=True, default=values, show_default=True, help=text)
+        known: Any = "all that hadagen ships kernels for" if shipped and name == "n" else True
+        return click.option(f"--{name}", multiple=True, default=values, show_default=known, help=text)
 
     def with_options(command: Command) -> Command:
         @click.option("--problem", "keys", multiple=True, metavar="KEY", help=f"A problem {KEY}; repeatable.")
+        @_kinds(shipped)
         @several("n", [sizes], "Row lengths, such as 4096 or 128,256 or 2-64 or 14336.")
         @k
         @several("dtype", [t.value for t in DType][each], "float16, bfloat16 or float32; may be given several times.")
@@ -294,19 +300,61 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
             **others: Any,
         ) -> None:
             form = {name: others.pop(name) for name in FORMAT_OPTIONS}
+            kinds = others.pop("kinds", ()) or KINDS
             if keys:
                 _check_key_is_alone()
-            source = click.get_current_context().get_parameter_source("dtype")
+            context = click.get_current_context()
+            sources = {name: context.get_parameter_source(name) for name in _PARTS}
+            given = {name for name, source in sources.items() if source not in (None, ParameterSource.DEFAULT)}
             told = (
                 problem
                 for each in to or (None,)
-                for problem in _product(parse_sizes(n, k), dtype, numerics, pitched, source, {"to": each, **form})
+                for problem in _product(
+                    parse_sizes(n, k), dtype, numerics, pitched, sources["dtype"], {"to": each, **form}
+                )
+                if kind_of(problem) in kinds
             )
-            command(problems=list(dict.fromkeys(map(parse_problem, keys) if keys else told)), **others)
+            if not shipped:
+                command(problems=list(dict.fromkeys(map(parse_problem, keys) if keys else told)), **others)
+                return
+            list(_product([Transform(2)], dtype, numerics, pitched, None, {"to": None}))  # checks the values
+            by_size = bool(given & {"n", "k", "to", *FORMAT_OPTIONS})
+            sizes = parse_sizes(n, k) if by_size else ()
+            only_named = bool(keys or given & {"to", *FORMAT_OPTIONS})
+
+            def fits(problem: Problem) -> bool:
+                io = problem.io
+                return (
+                    not only_named
+                    and kind_of(problem) in kinds
+                    and (not by_size or problem.transform in sizes)
+                    and ("dtype" not in given or io.input.value in dtype)
+                    and any(problem.with_io(numerics=each) == problem for each in numerics)
+                    and pitched in (None, io.rows is Rows.PITCHED)
+                )
+
+            named = map(parse_problem, keys) if keys else told if by_size else ()
+            command(problems=Wanted(list(dict.fromkeys(named)), fits, bool(keys) or by_size), **others)
 
         return with_problems
 
     return with_options
+
+
+def _kinds(shown: bool) -> Callable[[Command], Command]:
+    """`--kind`, which a command that does not show it lacks."""
+    return (
+        click.option(
+            "--kind",
+            "kinds",
+            multiple=True,
+            type=click.Choice(KINDS),
+            help="transform: without a matrix; rotation: with one; format: whatever quantizes. May be given several "
+            "times.  [default: all]",
+        )
+        if shown
+        else lambda command: command
+    )
 
 
 def _product(

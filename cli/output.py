@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -161,6 +163,20 @@ def operand_words(problem: Problem) -> list[str]:
         return operands
     longer = [f"in rows of {form.group}"] if form.group > problem.n and ROW in FORMATS[form.name].groups else []
     return [*operands, " ".join((f"to {format_name(form)}", *longer))]
+
+
+def program() -> str:
+    """How this shell calls hadagen: by its name, or by the path of the program beside this Python."""
+    beside = Path(sys.executable).with_name("hadagen")
+    if shutil.which("hadagen") or not beside.exists():
+        return "hadagen"
+    here = Path.cwd()
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
+
+
+def counted_text(count: int, noun: str) -> str:
+    """A count with its noun, such as "1 row" or "1,024 rows"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def clock_text(seconds: float | None) -> str:

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from hadagen.cli.output import clock_text, fraction_text, say
 from hadagen.compiler.toolchain import BuildFailure
@@ -39,8 +41,8 @@ from hadagen.tuner.pipeline import Build
 if TYPE_CHECKING:
     from hadagen.fleet.client import FleetState
 
-LINE_SECONDS = 10.0  # between two lines of text, at least
-FEW_TRIALS = 10  # too few to tell the rate from
+LINE_SECONDS = 60.0  # between two lines of text, at least
+FEW_TRIALS = 4  # too few to tell the rate from
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,33 @@ class Building:
 
     done: int
     kernels: int
+
+
+@dataclass(frozen=True)
+class GroupStarted:
+    """A group of problems is searched, refined and written from now on. `problems`: how many it has. `seconds`: the
+    most that it takes; None if there is no limit. `later`: the most seconds of each group after it."""
+
+    problems: int
+    seconds: float | None = None
+    later: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Refining:
+    """`done` of `kernels` kernels were timed in the current round of refining, on the GPUs of a class."""
+
+    gpu: str
+    done: int
+    kernels: int
+
+
+@dataclass(frozen=True)
+class Writing:
+    """The winners are written to a bundle."""
+
+
+Shown = Event | Building | GroupStarted | Refining | Writing
 
 
 def in_parts(build: Build, listen: Callable[[Building], None]) -> Build:
@@ -69,55 +98,67 @@ def in_parts(build: Build, listen: Callable[[Building], None]) -> Build:
 
 
 class State:
-    """How far a search is, from its events. `clock` gives seconds."""
+    """How far a tune is, from its events. `problems`: how many there are in all groups. `refine_share`: the share of
+    the time of a group that refining takes. `clock` gives seconds."""
 
-    def __init__(self, time_budget: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, problems: int = 0, refine_share: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
-        self._time_budget = time_budget
-        self._started = clock()
+        self.problems, self._refine_share = problems, refine_share
         self.outcomes: Counter[Outcome] = Counter()
-        self.trials = 0  # that will be finished at the end
+        self.trials = 0  # of the groups so far, at their end
         self.finished = 0  # those of earlier runs included
-        self._first = 0.0  # when the first trial was finished
-        self.now = "choosing kernels"
+        self.now = _CHOOSING
         self.raced = 0
         self.note = ""  # what went wrong for the first time, without an end to the search
         self.fleet = ""  # who works, and how busy; "" on one device
-        self._built = False  # is the first batch
+        self._began = clock()
+        self._group: GroupStarted | None = None
+        self._ended = 0  # groups
+        self._before = 0, 0, 0  # problems, trials and finished trials of these
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin a group."""
+        self._group_began = self._clock()
+        self._done: set[Problem] = set()  # whose trials are finished
+        self._since = self._group_began  # when trials began
+        self._tried = 0  # trials since then
         self._trying = ""
-        self._problems, self._started_problems = 0, 0
+        self._built = False  # is the first batch
+        self._refining: dict[str, Refining] = {}
+        self._refining_since = 0.0
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a trial was finished or a pair was raced; until then only `now` has a text to show."""
-        return bool(self.outcomes or self.raced)
-
-    @property
-    def _prepares(self) -> bool:
-        """Whether there is nothing to try yet."""
-        return not (self.has_begun or self._built)
-
-    def listen(self, event: Event | Building) -> None:
-        if isinstance(event, SearchStarted):
-            self.trials, self.finished = event.trials, event.finished
-            self._problems = event.problems
+    def listen(self, event: Shown) -> None:
+        if isinstance(event, GroupStarted):
+            if self._group:
+                self._ended += 1
+                self._before = self._before[0] + self._group.problems, self.trials, self.finished
+            self._group = event
+            self._forget()
+        elif isinstance(event, SearchStarted):
+            self.problems = self.problems or event.problems
+            self._count(event.trials, event.finished)
+            self.now = _CHOOSING
             self._trying = "verifying kernels on the CPU" if event.estimated else "measuring kernels"
         elif isinstance(event, ProblemStarted):
-            self._started_problems += 1
             if self._prepares:
-                self.now = f"choosing kernels: problem {self._started_problems} of {self._problems}"
+                self.now = f"{_CHOOSING} for {event.problem.key}"
         elif isinstance(event, Building):
             if self._prepares:
                 self.now = f"building kernels: {event.done} of {event.kernels}"
         elif isinstance(event, BatchBuilt):
             if self._prepares:
-                self.now = self._trying
+                self.now, self._since = self._trying, self._clock()
             self._built = True
         elif isinstance(event, TrialFinished):
-            self.trials, self.finished = event.trials, event.finished
-            self._first = self._first or self._clock()
+            self._count(event.trials, event.finished)
+            self._tried += 1
             self.outcomes[event.trial.outcome] += 1
             self.now = f"{_where(event.trial.problem, event)}: {best_so_far(event.best)}"
+        elif isinstance(event, ProblemFinished):
+            self._done.add(event.problem)
         elif isinstance(event, VariantNotTried):
             again = (
                 "kernels timed at that time are timed again" if event.advice else "interrupted trials are tried again"
@@ -130,77 +171,125 @@ class State:
         elif isinstance(event, PairRaced):
             self.raced += 1
             self.now = f"{_where(event.problem, event)}: racing near-ties"
+        elif isinstance(event, Refining):
+            if not event.done:
+                self._refining_since = self._clock()
+            self._refining[event.gpu] = event
+            self.now = f"refining between the sizes of the search: {self._refined[0]} of {self._refined[1]} kernels"
+        else:
+            self.now = "writing the winners"
+
+    def _count(self, trials: int, finished: int) -> None:
+        self.trials, self.finished = self._before[1] + trials, self._before[2] + finished
+
+    @property
+    def _prepares(self) -> bool:
+        """Whether there is nothing to try yet."""
+        return not (self._tried or self._built)
+
+    @property
+    def _refined(self) -> tuple[int, int]:
+        """The kernels that this round of refining has timed, and all of them, on all classes of GPUs."""
+        return sum(each.done for each in self._refining.values()), sum(each.kernels for each in self._refining.values())
+
+    @property
+    def finished_problems(self) -> int:
+        return self._before[0] + len(self._done)
 
     @property
     def counts(self) -> str:
         outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in self.outcomes.most_common())
         races = f", {self.raced} pairs raced" if self.raced else ""
-        return f"{self.finished} of {self.trials} trials" + (f" ({outcomes}{races})" if outcomes else "")
+        of = f"{'about ' if self._is_about else ''}{self.expected}"
+        return f"{self.finished} of {of} trials" + (f" ({outcomes}{races})" if outcomes else "")
+
+    @property
+    def _begun(self) -> int:
+        """The problems of all groups that have begun."""
+        return self._before[0] + (self._group.problems if self._group else self.problems)
+
+    @property
+    def _is_about(self) -> bool:
+        return 0 < self._begun < self.problems
+
+    @property
+    def expected(self) -> int:
+        """The trials at the end of all groups; those of groups that have not begun are as many for each problem."""
+        return round(self.trials * self.problems / self._begun) if self._is_about else self.trials
 
     @property
     def rate(self) -> str:
-        """The rate, such as "3.2 trials/s, "; "" if it is not known."""
-        done, seconds = sum(self.outcomes.values()) - 1, self._clock() - self._first
-        return f"{done / seconds:.1f} trials/s, " if done >= FEW_TRIALS and seconds > 0 else ""
+        """The rate, such as "3.2 trials/s"; "" if it is not known."""
+        seconds = self._clock() - self._since
+        return f"{self._tried / seconds:.1f} trials/s" if self._tried >= FEW_TRIALS and seconds > 0 else ""
 
     @property
     def seconds_left(self) -> float | None:
-        """The seconds left, by the rate since the first trial and the time budget; None if the rate is not known."""
-        now = self._clock()
-        left = [] if self._time_budget is None else [self._started + self._time_budget - now]
-        done = sum(self.outcomes.values()) - 1
-        if done >= FEW_TRIALS:
-            left.append((now - self._first) / done * (self.trials - self.finished))
-        return max(0.0, min(left)) if left else None
+        """The seconds left until the end of all groups, refining too, by the rate and the limits; None if neither is
+        known."""
+        now, group = self._clock(), self._group or GroupStarted(0)
+        left = [] if group.seconds is None else [self._group_began + group.seconds - now]
+        usual = (self._group_began - self._began) / self._ended if self._ended else inf  # of a group
+        searched = now - self._group_began
+        done, kernels = self._refined
+        if self._refining:
+            if done and not left:  # how many rounds follow is not known
+                left.append((now - self._refining_since) / done * (kernels - done))
+        elif self.rate:
+            to_search = (now - self._since) / self._tried * (self.trials - self.finished)
+            left.append((searched + to_search) / (1 - self._refine_share) - searched)
+        elif searched < usual < inf:
+            left.append(usual - searched)
+        if not left:
+            return None
+        return max(0.0, min(left)) + sum(min(usual, most) for most in group.later)
 
     def __rich__(self) -> RenderableType:
-        lines = Table.grid()
-        lines.add_row(ProgressBar(total=max(1, self.trials), completed=self.finished, width=60))
-        lines.add_row(f"{self.counts}, {self.rate}{clock_text(self.seconds_left)} left")
-        lines.add_row(self.now)
-        if self.fleet:
-            lines.add_row(self.fleet)
-        if self.note:
-            lines.add_row(self.note)
-        return lines
+        bars = Table.grid(padding=(0, 1))
+        for name, done, of, more in (
+            ("problems", self.finished_problems, self.problems, ""),
+            ("trials", self.finished, self.expected, self.rate),
+        ):
+            bars.add_row(name, ProgressBar(total=max(1, of), completed=done, width=40), f"{done}/{of}", more)
+        others = {outcome: count for outcome, count in self.outcomes.items() if outcome is not Outcome.OK}
+        failed = ", ".join(f"{count} {outcome.value}" for outcome, count in others.items())
+        texts = f"{clock_text(self.seconds_left)} left", self.now, failed, self.fleet, self.note
+        return Group(bars, *(Text(text) for text in texts if text))
+
+
+_CHOOSING = "choosing kernels"
 
 
 @contextmanager
-def shown(time_budget: float | None) -> Iterator[Callable[[Event | Building], None]]:
-    """A listener whose events are shown on stderr until the end of the `with`."""
-    state = State(time_budget)
+def shown(problems: int = 0, refine_share: float = 0.0) -> Iterator[Callable[[Shown], None]]:
+    """A listener whose events are shown on stderr until the end of the `with`. Arguments as for `State`."""
+    state = State(problems, refine_share)
     console = Console(stderr=True)
     if console.is_terminal:
-        with Live(state, console=console, refresh_per_second=4):
+        with Live(state, console=console, refresh_per_second=4, transient=True):
             yield state.listen
     else:
         yield _Lines(state).listen
 
 
 class _Lines:
-    """A line for each thing done before the first trial, then one now and then, and one for every finished problem."""
+    """A line each minute, and one for the first thing that goes wrong."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._next = time.monotonic() + LINE_SECONDS
-        say(state.now, err=True)
 
-    def listen(self, event: Event | Building) -> None:
-        before, noted = self._state.now, self._state.note
-        self._state.listen(event)
-        if self._state.note != noted:
-            say(self._state.note, err=True)
-        if isinstance(event, ProblemFinished):
-            result = f"{event.finished} trials, {best_so_far(event.best)}"
-            result = result if event.finished else "no choice of knobs is legal on this arch, so it gets no kernel"
-            say(f"{_where(event.problem, event)}: {result}", err=True)
-        elif not self._state.has_begun:
-            if self._state.now != before:
-                say(self._state.now, err=True)
-        elif time.monotonic() >= self._next:
-            say(f"{self._state.counts}, {self._state.rate}{clock_text(self._state.seconds_left)} left", err=True)
-            if self._state.fleet:
-                say(self._state.fleet, err=True)
+    def listen(self, event: Shown) -> None:
+        state, noted = self._state, self._state.note
+        state.listen(event)
+        if state.note != noted:
+            say(state.note, err=True)
+        if time.monotonic() >= self._next:
+            parts = f"{state.finished_problems} of {state.problems} problems", state.counts, state.rate
+            left = f"{clock_text(state.seconds_left)} left; {state.now}"
+            say(", ".join((*filter(None, parts), left)), err=True)
+            if state.fleet:
+                say(state.fleet, err=True)
             self._next = time.monotonic() + LINE_SECONDS
 
 

@@ -103,7 +103,7 @@ def record(
     # All cells of all kernels are timed, however slow.
     with (
         measuring(gpu, device or 0, toolchain, cells=cells, give_up=float("inf")) as runner,
-        shown(None) as listen,
+        shown() as listen,
     ):
         report = measure_all(
             RecordOptions(

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from itertools import takewhile
 from threading import Event as Flag
 from typing import TYPE_CHECKING, TypeVar
 
 from hadagen.cli.device import find_target, find_toolchain, measuring, refusal
-from hadagen.cli.output import counted, say
-from hadagen.cli.progress import Building, fleet_text, in_parts
+from hadagen.cli.output import say
+from hadagen.cli.progress import Refining, Shown, fleet_text, in_parts
 from hadagen.compiler.toolchain import Toolchain
 from hadagen.errors import DeviceError, UsageError
-from hadagen.measure import Cell, Runner, Variant
+from hadagen.measure import Cell, DeviceRunner, Runner, Variant
 from hadagen.plan.arch import Arch, load_arch
 from hadagen.plan.knobs import Knobs
 from hadagen.problem.problem import Problem
 from hadagen.problem.target import check_arch
 from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Trial
 from hadagen.tuner.estimate import EstimateRunner
-from hadagen.tuner.events import Event, FleetChanged, Listener
+from hadagen.tuner.events import FleetChanged, Listener
 from hadagen.tuner.pipeline import Build, Pipeline, Work
 from hadagen.tuner.search import MEASURED_TRIALS
 
@@ -34,7 +35,7 @@ MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is
 LOCAL = "local"  # the fleet of this machine alone
 
 Value = TypeVar("Value")
-Show = Callable[[Event | Building], None]
+Show = Callable[[Shown], None]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,31 @@ class Failures(list[str]):
             raise DeviceError(f"{self[-1]}; so many failures mean that the device fails; run hadagen doctor")
 
 
+@dataclass(frozen=True)
+class Again:
+    """How kernels are timed once more. No kernel is begun in the last second before `deadline`, so that the measuring
+    process, which has the next kernel already, need not be ended."""
+
+    show: Show
+    deadline: float
+
+    def time(
+        self,
+        runner: Runner,
+        gpu: Environment,
+        cells: Mapping[Problem, Sequence[Cell]],
+        variants: Sequence[Variant],
+        failures: Failures,
+    ) -> Iterator[Trial]:
+        # A kernel that is slow here may be fast there, so that none is given up.
+        wanted = (replace(variant, cells=tuple(cells[variant.problem]), limits={}) for variant in variants)
+        in_time = takewhile(lambda _: time.monotonic() < self.deadline - 1, wanted)
+        self.show(Refining(gpu.gpu, 0, len(variants)))
+        for done, (variant, trial) in enumerate(runner.run(in_time), 1):
+            yield from failures.take(variant, trial)
+            self.show(Refining(gpu.gpu, done, len(variants)))
+
+
 @dataclass
 class Here:
     """This machine, with its GPU if the GPU has the arch."""
@@ -83,6 +109,13 @@ class Here:
     index: int
     toolchain: Toolchain
     failures: Failures
+    until_the_end: ExitStack
+
+    @cached_property
+    def _device(self) -> DeviceRunner:
+        """Measures in one process for all searches, which takes seconds to start."""
+        assert self.gpu
+        return self.until_the_end.enter_context(measuring(self.gpu, self.index, self.toolchain))
 
     @property
     def targets(self) -> list[tuple[Arch, Environment | None]]:
@@ -93,23 +126,19 @@ class Here:
         self, problems: Sequence[Problem], trials: int | None, stop: Flag, show: Show
     ) -> Iterator[list[Searcher]]:
         toolchain, target = self.toolchain, self.target
-        runs = measuring(self.gpu, self.index, toolchain) if self.gpu else nullcontext(EstimateRunner(target, stop))
-        with runs as runner:
-            build = in_parts(lambda sources: toolchain.build(sources, target, stopped=stop), show)
-            yield [Searcher(target, runner, build, show, Pipeline)]
+        runner = self._device if self.gpu else EstimateRunner(target, stop)
+        build = in_parts(lambda sources: toolchain.build(sources, target, stopped=stop), show)
+        yield [Searcher(target, runner, build, show, Pipeline)]
 
     def each(self, tasks: Sequence[Callable[[], Value]], stop: Flag) -> list[Value]:
         """The results of the tasks, one for each of `targets`. Tasks run in this thread, because it gets Ctrl-C."""
         return [task() for task in tasks]
 
     def again(
-        self, gpu: Environment, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]
+        self, gpu: Environment, again: Again, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]
     ) -> Iterator[Trial]:
         """Times kernels once more, for `refine`."""
-        say(f"refining: timing {len(variants)} kernels between the sizes of the search", err=True)
-        with measuring(gpu, self.index, self.toolchain, cells=cells, give_up=inf) as runner:  # slow here, fast there
-            for variant, trial in runner.run(counted(variants, "timing")):
-                yield from self.failures.take(variant, trial)
+        yield from again.time(self._device, gpu, cells, variants, self.failures)
 
 
 @dataclass
@@ -163,16 +192,13 @@ class There:
         return at_once(tasks, stop)
 
     def again(
-        self, gpu: Environment, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]
+        self, gpu: Environment, again: Again, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]
     ) -> Iterator[Trial]:
         """As `Here.again`."""
         from hadagen.tuner.fleet_search import FleetGpus
 
-        say(f"refining: timing {len(variants)} kernels between the sizes of the search on {gpu.gpu}", err=True)
         (of,) = (each for each in self._classes if each.environment.gpu == gpu.gpu)
-        wanted = [replace(variant, cells=tuple(cells[variant.problem]), limits={}) for variant in variants]
-        for variant, trial in FleetGpus(self.fleet, of).run(wanted):
-            yield from self.failures.take(variant, trial)
+        yield from again.time(FleetGpus(self.fleet, of), gpu, cells, variants, self.failures)
 
 
 @contextmanager
@@ -184,7 +210,8 @@ def place(
     failures = Failures()
     if fleet is None:
         target, gpu = find_target(arch, device)
-        yield Here(target.narrowed(only), gpu, device or 0, find_toolchain(compiler), failures)
+        with ExitStack() as until_the_end:
+            yield Here(target.narrowed(only), gpu, device or 0, find_toolchain(compiler), failures, until_the_end)
         return
     if device is not None:
         raise UsageError("--device picks one GPU for a search without a fleet; leave out --device or --fleet")

@@ -5,83 +5,69 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
-from statistics import geometric_mean
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from hadagen.cli import options
-from hadagen.cli.bundle import bundle_place, unused_text
-from hadagen.cli.listing import winner_values
-from hadagen.cli.output import (
-    PROBLEM_HEADERS,
-    clock_text,
-    fraction_text,
-    print_json,
-    print_table,
-    problem_cells,
-    range_text,
-    report_failures,
-    say,
-)
+from hadagen.cli.bundle import bundle_place
+from hadagen.cli.output import clock_text, counted_text, print_json, program, report_failures, say
 from hadagen.cli.sentences import keeping
+from hadagen.cli.wanted import FEW, Wanted, by_row_length, heaviest
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem.problem import Numerics, Problem, check_tunable
-from hadagen.problem.regimes import LATENCY_ELEMENTS, REGIMES
-from hadagen.problem.trial import Environment, Provenance
-from hadagen.report.names import short_count
+from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
 from hadagen.runtime import bundles
-from hadagen.runtime.bundles import why_unused
-from hadagen.tuning_db.bundle import Bundle
-from hadagen.tuning_db.winners import WinnerCell
+from hadagen.runtime.device import Device
 
 if TYPE_CHECKING:
-    from hadagen.cli.searchers import Searcher
+    from hadagen.cli.progress import Shown
+    from hadagen.cli.searchers import Here, Searcher, There
+    from hadagen.measure import Cell, Variant
     from hadagen.plan.arch import Arch
     from hadagen.plan.knobs import Knobs
     from hadagen.tuner.events import TuneReport
-    from hadagen.tuner.study import Scores
+    from hadagen.tuning_db.merge import Selection
     from hadagen.tuning_db.store import Store
 
-# The words of the table at the end, which are those of the lines while it runs.
-LEGEND = (
-    "As a fraction of the speed of a plain copy: the mean over n, and in brackets the least and the most.\n"
-    "latency: up to {latency} elements; L2: more, found in the L2 cache; memory: found in device memory;\n"
-    "-: not timed, because rows of this length are only timed at more elements"
-)
-NOT_MEASURED = (
-    "there is no {arch} GPU here, so kernels are verified on the CPU and ranked by a cost model, and every winner is "
-    "only estimated; run the same command on a machine with such a GPU to measure"
-)
-REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
+REFINE_SHARE = 0.2  # of the time of a group of problems; the rest is for the search
+SECONDS = 60.0  # for the problems of one row length on a GPU
+ESTIMATE_SECONDS = 20.0  # for a problem without a GPU, by default
+QUICK = 0.5  # the share of these that --quick leaves
+WRITE_SHARE = 0.1  # of the time, at most, for bundles that are written before the end
 
 
 @click.command()
 @click.option("--arch", help="Target architecture.  [default: arch of the GPU, or sm90; all archs of a fleet]")
-@options.problems()
+@options.problems(shipped=True)
 @options.only
+@click.option(
+    "--quick", is_flag=True, help=f"Take half the time: {SECONDS * QUICK:g} s for the problems of one row length."
+)
+@click.option(
+    "--time-budget",
+    type=float,
+    metavar="SECONDS",
+    help="Time for everything, in equal parts for the row lengths.  "
+    f"[default: {SECONDS:g} s for each row length; without a GPU {ESTIMATE_SECONDS:g} s for each problem]",
+)
 @click.option(
     "--trials",
     type=int,
-    help="Trials of each problem, including trials of earlier runs; pitched problems get a quarter. 0 only refines.",
+    help="Trials of each problem, including trials of earlier runs; pitched problems get a quarter. Without a time "
+    "budget there is then no limit to the time. 0 only refines.  [default: 50; without a GPU 4]",
 )
 @click.option(
     "--refine/--no-refine",
     default=True,
     show_default=True,
     help="Whether to also find winners between the sizes of the search. Needs a GPU; estimates are not refined.",
-)
-@click.option(
-    "--time-budget",
-    type=float,
-    metavar="SECONDS",
-    help="Begin no trial after this time; with --refine, the search gets four fifths of it.  [default: no limit]",
 )
 @options.compiler
 @options.db
@@ -110,11 +96,12 @@ REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
 @keeping()
 def tune(
     arch: str | None,
-    problems: list[Problem],
+    problems: Wanted,
     only: dict[str, list[int | str]],
+    quick: bool,
+    time_budget: float | None,
     trials: int | None,
     refine: bool,
-    time_budget: float | None,
     compiler: str,
     db: str | None,
     bundle: Path | None,
@@ -126,26 +113,34 @@ def tune(
 ) -> None:
     """Search for the fastest kernels, and write the winners to a bundle.
 
+    By default this tunes all problems that hadagen ships kernels for, heaviest first: the weight of a problem is the
+    longest time of its shipped kernels. Without a GPU, these are the three heaviest of each kind. The problems of one
+    row length are tuned together, within a minute, and calls use their winners from then on.
+
     All kernels are timed at the same sizes. Then the best kernels of each problem are timed between these sizes, and a
     winner is added wherever calls would clearly be slower without it. --no-refine leaves out this second step. If
     several runs share a database, the last run to end does it. Every finished trial and time is kept at once, and the
     same command continues a run that was interrupted. Without a GPU of the architecture, kernels are verified on the
     CPU and ranked by a model, and the output says so.
     """
+    from hadagen.cli.ending import Ending
     from hadagen.cli.progress import shown
     from hadagen.cli.searchers import place
-    from hadagen.tuner.refine import refine as look_between
-    from hadagen.tuner.search import TuneOptions, check_effort
-    from hadagen.tuner.search import tune as search
-    from hadagen.tuning_db.make import check_keeps_winners, make_bundle
+    from hadagen.tuner.events import summed
+    from hadagen.tuner.gains import Called, gains
+    from hadagen.tuner.search import check_effort
+    from hadagen.tuning_db.make import check_keeps_winners
 
     started = time.monotonic()
     check_effort(trials, time_budget)
-    check_tunable(problems)
+    if quick and time_budget is not None:
+        raise UsageError("--quick and --time-budget both limit the time; leave out one of them")
+    check_tunable(problems.named)
     with place(fleet, arch, only, device, compiler) as where:
         targets = where.targets
         archs = list(dict.fromkeys(target.name for target, _ in targets))
-        refine = refine and all(gpu for _, gpu in targets)
+        measured = all(gpu for _, gpu in targets)
+        refine = refine and measured
         if trials == 0 and not refine:
             raise UsageError(
                 f"trials = 0 leaves only refining, which needs a GPU of {archs[0]} and no --no-refine; give 1 trial or "
@@ -156,151 +151,213 @@ def tune(
                 f"--bundle names one file, and the fleet has GPUs of {' and '.join(archs)}; choose one with --arch, or "
                 "leave --bundle out"
             )
+        chosen = problems.find(archs)
+        if not (measured or problems.by_size):
+            chosen = heaviest(chosen)
+        limited = quick or trials is None or time_budget is not None
+        groups = by_row_length(chosen) if limited else [chosen]
+        if time_budget is not None:
+            budget = Budget(started, [time_budget / len(groups)] * len(groups), moves=True)
+        else:
+            each = [SECONDS if measured else ESTIMATE_SECONDS * len(group) for group in groups]
+            each = [seconds * (QUICK if quick else 1) for seconds in each]
+            budget = Budget(started, each if limited else (), moves=not measured)
         paths = {name: bundle_place(bundle, name, db) for name in archs}
         with options.open_db(db, new=trials != 0) as store, keeping(_what_is_kept(store, archs, db, bundle)):
             store.check_writable()
             for name, path in paths.items():
                 gpus = [gpu.gpu for target, gpu in targets if gpu and target.name == name and trials != 0]
-                check_keeps_winners(path, store, name, [(problem, gpu) for problem in problems for gpu in gpus])
-            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+                check_keeps_winners(path, store, name, [(problem, gpu) for problem in chosen for gpu in gpus])
             for target, gpu in targets:
-                say(f"tuning {count} for {target.name}; {_provenance(target, gpu)}", err=True)
-            say(f"every trial is kept in {store.place}", err=True)
-            to_search = time_budget and time_budget * (1 - REFINE_SHARE if refine else 1)
-            stop = Event()
-            known = {target.name: _known_winners(target, problems) for target, gpu in targets if gpu and from_winners}
-
-            def search_in(searcher: Searcher) -> TuneReport:
-                wanted = TuneOptions(
-                    arch=searcher.arch,
-                    problems=problems,
-                    store=store,
-                    runner=searcher.runner,
-                    build=searcher.build,
-                    trials=trials,
-                    time_budget=to_search,
-                    seed=seed,
-                    known=known.get(searcher.arch.name, {}),
-                    stopped=stop,
-                    work=searcher.work,
-                    guess=searcher.guess,
+                say(_first_line(len(chosen), not problems.by_size, budget, trials, target, gpu), err=True)
+            say(f"every trial is kept in {store.place}; Ctrl-C stops, and the same command continues", err=True)
+            before = [
+                {problem: Called.now(problem, Device(target.name, gpu.gpu if gpu else "")) for problem in chosen}
+                for target, gpu in targets
+            ]
+            known = {target.name: _known_winners(target, chosen) for target, gpu in targets if gpu and from_winners}
+            with shown(len(chosen), REFINE_SHARE * refine) as show:
+                run = _Run(where, store, paths, trials, refine, known, seed, show)
+                for number, group in enumerate(groups):
+                    if number == 0 or time.monotonic() < budget.end:
+                        run.tune(group, budget.until(number), budget.seconds[number + 1 :])
+                if trials == 0 and not run.refined:
+                    names = " or ".join(gpu.gpu for _, gpu in targets if gpu)
+                    raise UsageError(f"{store.place} has no trial of such problems on {names}; tune them here first")
+                selections = run.write()
+            stopped = "out of time" if run.is_late or time.monotonic() >= budget.end else ""
+            endings = [
+                Ending(
+                    target,
+                    gpu,
+                    report := summed(reports),
+                    report.stopped or stopped,
+                    paths[target.name],
+                    list(selections[target.name]),
+                    chosen,
+                    called,
+                    gains(called, selections[target.name], store, gpu.gpu) if gpu else [],
                 )
-                return search(wanted, searcher.listen)
-
-            def refine_on(target: Arch, gpu: Environment, report: TuneReport) -> None:
-                if report.under_way:  # the run that ends last refines
-                    return
-                found = look_between(
-                    problems, store, target.name, gpu, partial(where.again, gpu), started + (time_budget or inf)
-                )
-                if not found and trials == 0:
-                    raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
-
-            with shown(to_search) as show, where.searchers(problems, trials, stop, show) as searchers:
-                reports = where.each([partial(search_in, searcher) for searcher in searchers], stop)
-            if any(report.stopped == "interrupted" for report in reports):
-                raise KeyboardInterrupt
-            if refine:
-                if trials != 0:
-                    for name, path in paths.items():
-                        make_bundle(store, name, path)  # found by calls, however long refining takes
-                where.each(
-                    [
-                        partial(refine_on, target, gpu, report)
-                        for (target, gpu), report in zip(targets, reports, strict=True)
-                        if gpu
-                    ],
-                    stop,
-                )
-            selections = {name: make_bundle(store, name, path) for name, path in paths.items()}
-        results = [
-            _Result(target, gpu, report, paths[target.name], list(selections[target.name]), problems)
-            for (target, gpu), report in zip(targets, reports, strict=True)
-        ]
+                for (target, gpu), reports, called in zip(targets, zip(*run.reports, strict=True), before, strict=True)
+            ]
         failures = list(where.failures)
     seconds = time.monotonic() - started
-    late = seconds > (time_budget or inf)
     if as_json:
         common = {"database": store.place, "seconds": seconds}
-        values = [result.values(late) for result in results]
+        values = [ending.values() for ending in endings]
         print_json(common | (values[0] if fleet is None else {"fleet": fleet, "classes": values}))
     else:
-        for result in results:
-            result.say(seconds, late, refine)
+        for ending in endings:
+            ending.say(seconds)
     report_failures(failures, DeviceError)
 
 
 @dataclass(frozen=True)
-class _Result:
-    """The results of a search for an arch, with or without a GPU."""
+class Budget:
+    """The time for a tune. `started`: when it began, by `time.monotonic`. `seconds`: those for each group of problems;
+    none if there is no limit. `moves`: whether time that a group leaves is for the groups after it."""
 
-    target: Arch
-    gpu: Environment | None
-    report: TuneReport
-    path: Path
-    selection: Sequence[WinnerCell]
-    problems: Sequence[Problem]
+    started: float
+    seconds: Sequence[float] = ()
+    moves: bool = False
 
     @property
-    def _ours(self) -> list[WinnerCell]:
-        gpu = self.report.environment.gpu
-        return [cell for cell in self.selection if cell.gpu == gpu and cell.problem in self.problems]
+    def end(self) -> float:
+        return self.started + (sum(self.seconds) if self.seconds else inf)
 
-    @property
-    def _between(self) -> int:
-        """How many winners are between the sizes of the search."""
-        return sum(not (cell.is_bucket or cell.portable) for cell in self._ours)
-
-    def _stopped(self, late: bool) -> str:
-        return self.report.stopped or ("out of time" if late else "")
-
-    def values(self, late: bool) -> dict[str, Any]:
-        """For programs."""
-        report, written = self.report, Bundle.open(self.path)
-        entries = [entry for problem in self.problems for entry in written.entries(problem)]
-        return {
-            "arch": self.target.name,
-            "gpu": report.environment.gpu,
-            "estimated": report.estimated,
-            "bundle": str(self.path),
-            "unused": why_unused(self.path),
-            "trials": report.finished,
-            "trials_before": report.finished_before,
-            "trials_of_other_runs": report.elsewhere,
-            "under_way_in_other_runs": report.under_way,
-            "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
-            "stopped": self._stopped(late),
-            "between": self._between,
-            "winners": [winner_values(entry) for entry in entries if entry.gpu == report.environment.gpu],
-        }
-
-    def say(self, seconds: float, late: bool, refined: bool) -> None:
-        """For people."""
-        report, stopped = self.report, self._stopped(late)
-        if report.best:
-            _print_best(report.best)
-            click.echo()
-        new = f"{sum(report.outcomes.values())} new trials"
-        new += f", {report.elsewhere} more of other runs" if report.elsewhere else ""
-        end = f", {stopped}" if stopped else ""
-        say(f"{new} in {clock_text(seconds)}{end}; the winners are in {self.path}{unused_text(self.path)}")
-        if report.under_way:
-            say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds their winners")
-        if refined:
-            say(f"{self._between} of {len(self._ours)} winners are between the sizes of the search")
-        say(f"every winner: {shlex.join(['hadagen', 'bundle', 'show', '--all', str(self.path)])}")
-        provenance = _provenance(self.target, self.gpu)
-        say(f"estimated: {provenance}" if report.estimated else f"measured on {report.environment.gpu}")
+    def until(self, number: int) -> float:
+        """When the group of this number, which begins now, has to end."""
+        latest = self.end - sum(self.seconds[number + 1 :])
+        return latest if self.moves or not self.seconds else min(latest, time.monotonic() + self.seconds[number])
 
 
-def _provenance(target: Arch, gpu: Environment | None) -> str:
-    return f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
+@dataclass
+class _Run:
+    """Tunes one group of problems after another. `paths`: of the bundles, by arch."""
+
+    where: Here | There
+    store: Store
+    paths: Mapping[str, Path]
+    trials: int | None
+    refines: bool
+    known: Mapping[str, Mapping[Problem, Sequence[Knobs]]]  # by arch
+    seed: int
+    show: Callable[[Shown], None]
+    reports: list[list[TuneReport]] = field(default_factory=list)  # of each group, for each target
+    refined: set[Problem] = field(default_factory=set)
+    is_late: bool = False  # whether refining could not end in time
+    _selections: dict[str, Selection] | None = None  # the winners by arch, if they were written since the last trial
+    _written: float = -inf  # when bundles were written last
+    _writing: float = 0.0  # the seconds that it took
+
+    def tune(self, group: Sequence[Problem], until: float, later: Sequence[float]) -> None:
+        """Search, write and refine. `until`: when all this has to end. `later`: the seconds for the groups after it."""
+        from hadagen.cli.progress import GroupStarted
+
+        where, stop = self.where, Event()
+        left = until - time.monotonic()
+        self.show(GroupStarted(len(group), None if left == inf else left, later))
+        self._selections = None
+        to_search = (left - self._writing) * (1 - REFINE_SHARE * self.refines)
+        with where.searchers(group, self.trials, stop, self.show) as searchers:
+            search = partial(self._search, group, None if left == inf else max(to_search, _NO_TIME), stop)
+            self.reports.append(where.each([partial(search, searcher) for searcher in searchers], stop))
+        if any(report.stopped == "interrupted" for report in self.reports[-1]):
+            raise KeyboardInterrupt
+        is_due = time.monotonic() - self._written >= self._writing / WRITE_SHARE
+        if is_due and all(
+            any(each[i].outcomes.get(Outcome.OK) for each in self.reports) for i in range(len(searchers))
+        ):
+            self.write()  # found by calls, however long the rest takes
+        if self.refines:
+            refine = partial(self._refine, group, until - self._writing)
+            where.each(
+                [
+                    partial(refine, target, gpu, report)
+                    for (target, gpu), report in zip(where.targets, self.reports[-1], strict=True)
+                    if gpu
+                ],
+                stop,
+            )
+
+    def _search(self, group: Sequence[Problem], seconds: float | None, stop: Event, searcher: Searcher) -> TuneReport:
+        from hadagen.tuner.search import TuneOptions
+        from hadagen.tuner.search import tune as search
+
+        wanted = TuneOptions(
+            arch=searcher.arch,
+            problems=group,
+            store=self.store,
+            runner=searcher.runner,
+            build=searcher.build,
+            trials=self.trials,
+            time_budget=seconds,
+            seed=self.seed,
+            known=self.known.get(searcher.arch.name, {}),
+            stopped=stop,
+            work=searcher.work,
+            guess=searcher.guess,
+        )
+        return search(wanted, searcher.listen)
+
+    def _refine(
+        self, group: Sequence[Problem], deadline: float, target: Arch, gpu: Environment, report: TuneReport
+    ) -> None:
+        from hadagen.cli.searchers import Again
+        from hadagen.tuner.refine import refine
+
+        if report.under_way:  # the run that ends last refines
+            self.refined.update(group)
+            return
+
+        def again(cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
+            self._selections = None
+            yield from self.where.again(gpu, Again(self.show, deadline), cells, variants)
+
+        self.refined.update(refine(group, self.store, target.name, gpu, again, deadline))
+        self.is_late |= time.monotonic() >= deadline - 1  # then `Again` has ended it
+
+    def write(self) -> dict[str, Selection]:
+        """Write the winners so far, unless they were written since the last trial. Returns them by arch."""
+        from hadagen.cli.progress import Writing
+        from hadagen.tuning_db.make import make_bundle
+
+        if self._selections is None:
+            self.show(Writing())
+            began = time.monotonic()
+            self._selections = {name: make_bundle(self.store, name, path) for name, path in self.paths.items()}
+            self._written = time.monotonic()
+            self._writing = self._written - began
+        return self._selections
+
+
+_NO_TIME = 1e-9  # seconds
+
+
+def _first_line(
+    count: int, by_default: bool, budget: Budget, trials: int | None, target: Arch, gpu: Environment | None
+) -> str:
+    """What will be tuned, and how long that takes."""
+    problems = counted_text(count, "problem")
+    if gpu:
+        what = f"tuning {problems} for {target.name}, heaviest first; measuring on {gpu.gpu}"
+    else:
+        which = f", the {FEW} heaviest of each kind," if by_default else ""
+        what = (
+            f"tuning {problems}{which} for {target.name}; there is no {target.name} GPU here, so kernels are verified "
+            "on the CPU and ranked by a cost model"
+        )
+    if not budget.seconds:
+        return f"{what}; {counted_text(trials or 0, 'trial')} for each problem, without a limit to the time"
+    lengths = f", {budget.seconds[0]:g} s for each of {len(budget.seconds)} row lengths"
+    lengths = lengths if gpu and len(budget.seconds) > 1 else ""
+    return f"{what}; this takes at most {clock_text(sum(budget.seconds))}{lengths}"
 
 
 def _what_is_kept(store: Store, archs: Sequence[str], db: str | None, bundle: Path | None) -> str:
     """The sentence at Ctrl-C: where trials are kept, and how to make a bundle of them."""
     rest = ["--db", store.place] * (db is not None) + [str(bundle)] * (bundle is not None)
-    commands = " and ".join(shlex.join(["hadagen", "bundle", "make", "--arch", arch, *rest]) for arch in archs)
+    commands = " and ".join(f"{program()} {shlex.join(['bundle', 'make', '--arch', arch, *rest])}" for arch in archs)
     return (
         f"every finished trial is kept in {store.place}, and the same command continues; "
         f"to write a bundle of the winners so far: {commands}"
@@ -335,30 +392,3 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
         for problem, found in cells.items()
     }
     return {problem: most[similar] for problem, similar in like.items()}
-
-
-def _print_best(best: Mapping[Problem, Scores]) -> None:
-    """A line for the problems that differ only in n, with the values that the progress of the search called best so
-    far."""
-    groups: dict[tuple[str, ...], dict[int, Scores]] = {}
-    for problem, scores in best.items():
-        groups.setdefault(problem_cells(problem)[1:], {})[problem.n] = scores
-    rows = []
-    for kind, found in groups.items():
-        by_regime = (dict(zip(found, each, strict=True)) for each in zip(*found.values(), strict=True))
-        rows.append((*kind, range_text(found), *map(_mean, by_regime)))
-    print_table((*PROBLEM_HEADERS[1:], "n", *REGIMES), rows)
-    for line in LEGEND.format(latency=short_count(LATENCY_ELEMENTS)).splitlines():
-        say(line)
-
-
-def _mean(fractions: Mapping[int, float]) -> str:
-    """The table cell with the mean of fractions of copy, one for each n. A fraction of 0 was not timed; the cell then
-    names the n that were timed."""
-    known = {n: fraction for n, fraction in fractions.items() if fraction}
-    if not known:
-        return "-"
-    text = fraction_text(geometric_mean(known.values()))
-    if len(known) > 1:
-        text += f" ({fraction_text(min(known.values()))}-{fraction_text(max(known.values()))})"
-    return text if len(known) == len(fractions) else f"{text} of n = {range_text(known)}"

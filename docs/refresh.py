@@ -38,7 +38,7 @@ from refresh_formats import (
     torchao_numbers,
 )
 from refresh_markdown import wrapped
-from refresh_models import attention_table, models_table, read
+from refresh_models import attention_table, checkpoint_table, models_table, read
 from refresh_other_tables import (
     between_table,
     call_table,
@@ -62,6 +62,7 @@ def generated() -> dict[Path, dict[str, str]]:
     return {
         files.README: {"speed": speed(times) if times else files.NO_DATA},
         files.FORMATS: {"attention": attention_table(), "models": models_table()},
+        files.CHECKPOINT_PAGE: {"checkpoint": checkpoint_table()},
         files.PERFORMANCE: {
             "libraries": numbers(times) if times else files.NO_DATA,
             "h200": h200_table(),

@@ -32,9 +32,11 @@ CODES = DOCS / "data" / "codes_h100.csv"
 QUANTIZED_PARTS = DOCS / "data" / "quantized_parts_h200.csv"
 # `presets.fa3_fp8` beside torchao's kernels for the same codes and scales.
 TORCHAO = DOCS / "data" / "torchao_h200.csv"
-# What `examples/attention.py` and `examples/quarot.py` write.
+# What `attention.py`, `quarot.py` and `checkpoint.py` of `examples` write.
 ATTENTION = DOCS / "data" / "attention.json"
 QUAROT = DOCS / "data" / "quarot.json"
+CHECKPOINT = DOCS / "data" / "checkpoint.json"
+CHECKPOINT_PAGE = DOCS / "checkpoint.md"
 ACTIVATIONS_PICTURE = DOCS / "assets" / "activations.svg"
 PICTURE = DOCS / "assets" / "speed.svg"
 README = DOCS.parent / "README.md"

@@ -1,13 +1,18 @@
-"""Tables of the effect of quantization on a model, with and without rotation."""
+"""Tables of the effect of quantization on a model, with and without rotation: what the programs of `examples` found."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import refresh_files as files
-from refresh_markdown import grid, number
+from refresh_markdown import grid, number, wrapped
+
+Row = dict[str, Any]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -15,38 +20,101 @@ def read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _pairs(path: Path) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any], dict[str, Any]]]]:
-    """The row without quantization; and for each format its name, its row without rotation, and that with."""
-    rows = {(row["format"], row["rotated"]): row for row in read(path)["rows"]}
-    names = dict.fromkeys(name for name, _ in rows if name != "none")
-    return rows["none", False], [(name, rows[name, False], rows[name, True]) for name in names]
+def _rows(path: Path) -> dict[str, dict[str, list[Row]]]:
+    """Format → rotation → the rows of all seeds."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in read(path)["rows"]:
+        found.setdefault(row["format"], {}).setdefault(row["rotation"], []).append(row)
+    return found
 
 
-def _perplexity(row: dict[str, Any]) -> str:
-    return f"{row['perplexity']:.{1 if row['perplexity'] < 1000 else 0}f}"
+def _perplexity(rows: Sequence[Row] | None) -> str:
+    """The mean of the seeds, and half of their range; – where there is no row."""
+    if not rows:
+        return "–"
+    found = [math.exp(mean(row["loss"])) for row in rows]
+    digits = 1 if mean(found) < 1000 else 0
+    return f"{mean(found):.{digits}f} ± {(max(found) - min(found)) / 2:.{digits}f}"
+
+
+def _mean(rows: Sequence[Row] | None, figure: str) -> float | None:
+    return mean(mean(row[figure]) if isinstance(row[figure], list) else row[figure] for row in rows) if rows else None
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _change(of: Sequence[Row], base: Sequence[Row]) -> str:
+    """How much higher a perplexity is, in percent, and the standard error of that over the windows of the text."""
+    windows = [
+        mean(row["loss"][at] for row in of) - mean(row["loss"][at] for row in base)
+        for at in range(len(base[0]["loss"]))
+    ]
+    error = stdev(windows) / math.sqrt(len(windows)) if len(windows) > 1 else 0.0
+    factor = math.exp(mean(windows))
+    return f"{100 * (factor - 1):+.1f} ± {100 * factor * error:.1f}%".replace("-", "−")
+
+
+def _made_with(path: Path) -> str:
+    found = read(path)
+    made = "hadagen {hadagen}, PyTorch {torch}, Python {python}, {device}".format(**found["versions"])
+    seeds = len({row["seed"] for row in found["rows"] if "seed" in row})
+    return wrapped(
+        f"{found['windows']} windows of {found['window']} tokens{f', {seeds} seeds' if seeds else ''}; {made}."
+    )
 
 
 def attention_table() -> str:
     """Attention with quantized heads, in Markdown."""
     if not files.ATTENTION.exists():
         return files.NO_DATA
-    none, pairs = _pairs(files.ATTENTION)
-    rows = [["none", _perplexity(none), "", "", ""]]
-    for name, plain, rotated in pairs:
-        errors = [number(row["error"]) for row in (plain, rotated)]
-        rows.append([name, _perplexity(plain), _perplexity(rotated), *errors])
+    rows = []
+    for name, ways in _rows(files.ATTENTION).items():
+        plain, turned = ways.get("none"), ways.get("heads")
+        errors = ["", ""] if name == "none" else [number(_mean(each, "error")) for each in (plain, turned)]
+        rows.append([name, _perplexity(plain), _perplexity(turned), *errors])
     titles = ["q and k in", "perplexity", "rotated", "error of attention", "rotated"]
-    return grid("lrrrr", titles, rows)
+    return "\n\n".join((grid("lrrrr", titles, rows), _made_with(files.ATTENTION)))
 
 
 def models_table() -> str:
     """A model with quantized weights and activations, in Markdown."""
     if not files.QUAROT.exists():
         return files.NO_DATA
-    none, pairs = _pairs(files.QUAROT)
-    rows = [["none", _perplexity(none), "", "100%", ""]]
-    for name, plain, rotated in pairs:
-        tops = [f"{row['same_top']:.0%}" for row in (plain, rotated)]
-        rows.append([name, _perplexity(plain), _perplexity(rotated), *tops])
-    titles = ["weights and activations", "perplexity", "rotated", "same first choice", "rotated"]
-    return grid("lrrrr", titles, rows)
+    found = _rows(files.QUAROT)
+    ways = "none", "rows", "blocks"
+    rows = [
+        [
+            name,
+            *(_perplexity(of_format.get(way)) for way in ways),
+            *(_percent(_mean(of_format.get(way), "same_top")) for way in ways),
+        ]
+        for name, of_format in found.items()
+    ]
+    titles = ["weights and activations", "perplexity", "rows rotated", "blocks rotated"]
+    table = grid("lrrrrrr", [*titles, "same first choice", "rows rotated", "blocks rotated"], rows)
+    changes = []
+    for name, of_format in found.items():
+        if len(of_format) == len(ways):
+            of_rows, of_blocks = (_change(of_format[way], of_format["none"]) for way in ways[1:])
+            said = f"the perplexity changes by {of_rows} if whole rows are rotated, and by {of_blocks} if blocks are."
+            changes.append(f"- {name}: {said}")
+    return "\n\n".join((table, "\n".join(wrapped(line, "  ") for line in changes), _made_with(files.QUAROT)))
+
+
+def checkpoint_table() -> str:
+    """A checkpoint, and what it was converted to, in Markdown."""
+    if not files.CHECKPOINT.exists():
+        return files.NO_DATA
+    found = read(files.CHECKPOINT)["rows"]
+    rows = [
+        [
+            f"`{row['model']}`",
+            f"{math.exp(mean(row['loss'])):.2f}",
+            "" if row is found[0] else _change([row], found[:1]),
+            f"{row['bytes'] / 1e6:.0f}",
+        ]
+        for row in found
+    ]
+    return "\n\n".join((grid("lrrr", ["folder", "perplexity", "change", "MB"], rows), _made_with(files.CHECKPOINT)))

@@ -65,20 +65,18 @@ def _style(panel: Any) -> None:
 def draw_activations(layer: Mapping[str, Any], path: Path, description: str) -> None:
     """The largest magnitude of each channel over the RMS of the layer, without and with rotation.
 
-    layer: the content of `quarot.json`. Without "rms", the picture shows the magnitudes themselves.
-    """
+    layer: the content of `quarot.json`."""
     pyplot = _pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(8, 2.8), layout="constrained", sharey=True)
-    unit = " / RMS" if "rms" in layer else ""
     titles = "as they are", "rotated"
     for panel, title, (way, peaks), color in zip(panels, titles, layer["inputs"].items(), COLORS[::2], strict=True):
-        ratios = [peak / (layer["rms"][way] if unit else 1) for peak in peaks]
+        ratios = [peak / layer["rms"][way] for peak in peaks]
         panel.plot(ratios, color=color, linewidth=1)
         panel.set_title(f"{title}: at most {max(ratios):,.0f}", fontsize=10, loc="left")
         panel.set_xlabel(f"channel of the inputs of {layer['layer']}")
         panel.set_ylim(bottom=0)
         _style(panel)
-    panels[0].set_ylabel(f"largest magnitude{unit}")
+    panels[0].set_ylabel("largest magnitude / RMS")
     _save(pyplot, figure, path, description)
 
 

@@ -31,12 +31,19 @@ class FakeDevice(FakeRunner):
         assert len(copy_kernels) == len(measure.copy_sources())
 
     def trial(self, variant: Variant) -> Trial:
-        """Every kernel takes at `cells` what it takes at the first of those of a search."""
+        """Every kernel takes at other cells what it takes at the first of those of a search."""
         trial = super().trial(variant)
-        if self.cells is None:
+        cells = self.cells_of(variant)
+        if cells is None:
             return trial
         us = trial.timings[0].us
-        return replace(trial, timings=tuple(Timing(*cell, us, us, us, 1.0) for cell in self.cells[variant.problem]))
+        return replace(trial, timings=tuple(Timing(*cell, us, us, us, 1.0) for cell in cells))
+
+    def cells_of(self, variant: Variant) -> Sequence[Cell] | None:
+        """The cells that are asked for, of this variant or of all; None for those of a search. None is given up
+        there."""
+        assert variant.cells is None or variant.limits == {}
+        return variant.cells if self.cells is None else self.cells[variant.problem]
 
     def compare(self, variants: Sequence[Variant], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
         """Ours take 1 µs at the position in `variants`, and one more at each after it; the copy takes 0.5 µs."""

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ from sample_store import recorded
 from sample_trials import H100, H200, PROBLEM, in_clusters, launch_for, make_kernel, make_trial, times
 
 from hadagen import measure
-from hadagen.cli import options, progress, searchers, tune
-from hadagen.cli.output import clock_text, problem_cells
-from hadagen.cli.progress import State, best_so_far, in_parts, shown
+from hadagen.cli import ending, options, output, progress, searchers, tune
+from hadagen.cli.output import clock_text
+from hadagen.cli.progress import GroupStarted, Refining, State, Writing, best_so_far, in_parts, shown
+from hadagen.cli.wanted import KINDS, kind_of
 from hadagen.measure import Answer, Variant
 from hadagen.plan.arch import load_arch
-from hadagen.problem.problem import DType, Numerics, Problem, Rows, Transform
-from hadagen.problem.regimes import REGIMES, destinations, element_buckets
+from hadagen.problem.problem import DType, Numerics, Problem, Transform
+from hadagen.problem.regimes import Destination, destinations, element_buckets
 from hadagen.problem.trial import Disturbed, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.runtime.bundles import VARIABLE, why_unused
 from hadagen.tuner import search as tuning
@@ -46,7 +46,9 @@ from hadagen.tuner.events import (
     TuneReport,
 )
 from hadagen.tuner.fleet_search import Summed
+from hadagen.tuner.gains import Called, Gain
 from hadagen.tuner.search import TuneOptions
+from hadagen.tuning_db import make
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
@@ -76,14 +78,18 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     result = run(*TINY_TUNE)
     assert result.exit_code == 0, result.output
-    assert "every winner is only estimated" in result.stderr.splitlines()[0]
-    assert "n2-float16-accurate: 1 trials" in result.stderr
-    assert result.stdout.splitlines()[-1].startswith("estimated: there is no sm90 GPU here")
-    # What the table says is what the last line of the search said.
-    said = re.search("best so far, as fraction of copy: latency (.*), L2 (.*), memory (.*)", result.stderr)
-    heads, found = (line.split() for line in result.stdout.splitlines()[:2])
-    assert heads[-3:] == list(REGIMES)
-    assert found == ["float16", "accurate", "contiguous", "2", *said.groups()]
+    first, kept = result.stderr.splitlines()
+    assert first.startswith("tuning 1 problem for sm90; there is no sm90 GPU here, so kernels are verified on the CPU")
+    assert kept.endswith("; Ctrl-C stops, and the same command continues")
+    tried, speeds, estimated, where, following = result.stdout.splitlines()
+    assert re.fullmatch(r"1 new trial for 1 problem in 0:\d\d \(1 ok\)", tried)
+    assert re.fullmatch(
+        r"the winners as a fraction of a copy by the cost model: latency [\d.]+, L2 [\d.]+, memory [\d.]+", speeds
+    )
+    assert "so speeds and winners are only estimated, and no gain is known" in estimated
+    path = options.default_bundle("sm90")
+    assert where == f"the winners are in {path}; calls on sm90 GPUs use them from now on"
+    succeed(*shlex.split(following.rpartition("; or ")[2])[1:])
 
     again = json.loads(succeed(*TINY_TUNE, "--json"))
     assert (again["trials"], again["trials_before"], again["outcomes"]) == (1, 1, {})
@@ -108,7 +114,7 @@ def test_a_tune_says_if_calls_will_not_use_its_winners(tmp_path: Path, monkeypat
     path.parent.chmod(0o777)
     why = f"others can write to {path.parent}; run: chmod go-w {path.parent}, or name the bundle in HADAGEN_BUNDLE"
     said = succeed(*TINY_TUNE)
-    assert f"; the winners are in {path}, and calls do not use it: {why}\n" in said
+    assert f"the winners are in {path}, and calls do not use it: {why}\n" in said
     assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == why
     elsewhere = tmp_path / "elsewhere.db"
     said = succeed("bundle", "make", "--arch", "sm90", elsewhere)
@@ -120,51 +126,22 @@ def test_a_tune_says_if_calls_will_not_use_its_winners(tmp_path: Path, monkeypat
     assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == ""
 
 
-@pytest.mark.parametrize("numerics", Numerics)
-def test_the_table_of_all_problems_fits_a_terminal(numerics: Numerics, capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = product(DType, Rows, (1 << k for k in range(1, 16)))
-    problems = [Problem.of(n, dtype, numerics, rows) for dtype, rows, n in kinds]
-    tune._print_best(dict.fromkeys(problems, (1.25, 0.5, 0.0)) | {problems[0]: (5.0, 0.5, 0.0)})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 16
-    assert max(map(len, lines)) <= 101  # of its legend, which stands in one line in a pipe
-    assert max(map(len, lines[:-3])) <= 80
-    assert re.split("  +", lines[1])[3:] == ["2-32768", "1.37", "0.50", "-"]
-    assert lines[2].split() == ["(1.25-5.00)", "(0.50-0.50)"]
-
-
-def test_the_table_has_every_problem_and_every_number_its_digits(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    keys = ("n128-float16-to-int8_row_4096-accurate", "n128-float16-to-int8_row_14336-accurate")
-    quantized = [Problem.parse(key) for key in keys]
-    pitched = [Problem.of(n, DType.FLOAT16, rows="pitched") for n in (1 << 15, 1 << 16, 1 << 17)]
-    fractions = dict.fromkeys(quantized, (0.0042, 0.5, 1.0)) | dict.fromkeys(pitched, (0.5, 0.25, 1.0))
-    tune._print_best(fractions | {pitched[-1]: (0.0, 0.25, 1.0)})
-    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:4] == [
-        ["float16", "accurate", "contiguous, to int8-row in rows of 4096", "128", "0.0042", "0.50", "1.00"],
-        ["float16", "accurate", "contiguous, to int8-row in rows of 14336", "128", "0.0042", "0.50", "1.00"],
-        [
-            *("float16", "accurate", "pitched", "32768-131072"),
-            *("0.50 (0.50-0.50) of n = 32768-65536", "0.25 (0.25-0.25)", "1.00 (1.00-1.00)"),
-        ],
-    ]
-    # No table can have one of two problems in the place of the other.
-    problems = Bundle.open(shipped()["sm90"]).problems()
-    assert len(set(map(problem_cells, problems))) == len(problems)
-
-
 def test_the_winners_of_a_tune_name_another_for_gpus_that_do_not_hold_one() -> None:
     fields: dict[str, Any] = {"provenance": Provenance.ESTIMATED, "environment": Environment()}
     fields["problem"] = PROBLEM.with_io(numerics=Numerics.FAST)
     trials = (in_clusters(16, 1, timings=times({1 << 16: 1.5}), **fields),)
     trials += (in_clusters(8, 2, timings=times({1 << 16: 2.5}), **fields),)
     recorded(options.default_db(), *trials)
-    tuned = ("tune", "--n", "256", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "2")
+    tuned = ("tune", "--problem", "n256-float16-fast", "--trials", "2")
     found = json.loads(succeed(*tuned, "--json"))["winners"]
     assert [(winner["us"], winner["portable"]) for winner in found] == [(1.5, False), (2.5, True)]
+
+
+FORMATS_OF_64 = [
+    f"n64-{dtype}-to-{form}-accurate"
+    for dtype in ("float16", "bfloat16")
+    for form in ("mxfp4_32", "mxfp8_32", "nvfp4_16")
+]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +165,7 @@ def test_what_is_tuned(
 ) -> None:
     result = run("tune", "--n", "64", *arguments, *kind)
     expected = {f"n64-{name}{end}" for name in names.split() for end in ends}
+    expected |= {key for key in FORMATS_OF_64 if not kind or "" in ends if not arguments or key[4:11] in names}
     assert {problem.key for problem in wanted[0].problems} == expected
     assert f"tuning {len(expected)} problem{'s' * (len(expected) > 1)} for sm90;" in result.stderr
     assert len(wanted[0].problems) == len(expected)
@@ -239,10 +217,10 @@ def test_an_interrupted_tune_says_what_is_kept_and_how_it_becomes_a_bundle(
     monkeypatch.setattr("hadagen.tuner.search.tune", raising(KeyboardInterrupt()))
     result = run(*TINY_TUNE, *names)
     assert result.exit_code == 1
-    kept, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of the winners so far: hadagen ")
+    kept, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of the winners so far: ")
     place = db if named else options.default_db()
     assert kept == (f"hadagen: interrupted; every finished trial is kept in {place}, and the same command continues")
-    succeed(*shlex.split(command))
+    succeed(*shlex.split(command)[1:])
     assert [entry.problem.n for entry in Bundle.open(written).all_entries()][:1] == [2]
 
 
@@ -302,7 +280,10 @@ def test_a_tune_without_time_says_that_nothing_was_found() -> None:
 def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
     result = run(*SMALL_TUNE, "--no-refine")
     assert result.exit_code == 0, result.output
-    assert result.stderr.startswith("tuning 1 problem for sm90; measuring on Test GPU\n")
+    said = (
+        "tuning 1 problem for sm90, heaviest first; measuring on Test GPU; 3 trials for each problem, without a limit"
+    )
+    assert result.stderr.startswith(said)
     report = json.loads(result.stdout)
     assert (report["gpu"], report["estimated"], report["outcomes"]) == ("Test GPU", False, {"ok": 3})
     assert {winner["elements"] for winner in report["winners"]} == {elements for elements, _ in CELLS}
@@ -315,7 +296,7 @@ def test_a_tune_begins_with_the_winners_there_are(
     bundle = write_sample(tmp_path / "winners.db", chunks=2)
     problem = Problem.of(256, DType.FLOAT16)
     monkeypatch.setenv(VARIABLE, str(bundle))
-    run("tune", "--n", "128,256", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
+    run("tune", "--n", "128,256", "--kind", "transform", "--dtype", "float16", "--trials", "1", "--contiguous")
     run("tune", "--n", "256", "--from-scratch")
     assert [knobs.chunks for knobs in wanted[0].known[problem]] == [2]
     assert (wanted[0].known[replace(problem, transform=Transform(128))], wanted[1].known) == ([], {})
@@ -363,7 +344,7 @@ def test_a_tune_begins_with_estimates_only_if_nothing_was_measured_on_its_arch(
     kernels = {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}
     write_bundle(tmp_path / "winners.db", trials[0].arch, portfolio(trials), kernels.__getitem__, {})
     monkeypatch.setenv(VARIABLE, str(tmp_path / "winners.db"))
-    run("tune", "--n", "256", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
+    run("tune", "--problem", "n256-float16-accurate")
     assert [[knobs.chunks for knobs in known] for known in wanted[0].known.values()] == [chunks]
 
 
@@ -401,7 +382,7 @@ def one_is_faster(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def trial(self: FakeDevice, variant: Variant) -> Trial:
         chunks = variant.knobs["chunks"]
         answer = FakeDevice.refusals.get(chunks, Answer(Outcome.OK, ""))
-        timings = tuple(Timing(*cell, *(3 * [float(chunks)]), copy_us=1.0) for cell in self.cells[variant.problem])
+        timings = tuple(Timing(*cell, *(3 * [float(chunks)]), copy_us=1.0) for cell in self.cells_of(variant) or ())
         fields = {"outcome": answer.outcome, "detail": answer.detail, "environment": H100, "timings": timings}
         return make_trial(chunks, problem=variant.problem, kernel=variant.kernel, **fields)
 
@@ -418,7 +399,7 @@ def fill(path: Path | None = None, **fields: Any) -> Path:
 def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tmp_path: Path) -> None:
     db = fill()
     mine = options.default_bundle("sm90")
-    assert "1 of 3 winners are between the sizes of the search\n" in succeed(*REFINE, "128,256", "--contiguous")
+    assert json.loads(succeed(*REFINE, "128,256", "--contiguous", "--json"))["between"] == 1
     entries = Bundle.open(mine).entries(PROBLEM)
     assert [entry.knobs["chunks"] for entry in entries] == [1, 1, 2]
     assert [entry.elements / (1 << 20) for entry in entries] == pytest.approx([1, 1.83, 2], rel=1e-2)
@@ -437,7 +418,8 @@ def test_only_winners_between_are_counted(one_is_faster: None) -> None:
     """And neither what is for GPUs that hold no large clusters nor what wins for other problems."""
     of_another = make_trial(problem=replace(PROBLEM, transform=Transform(512)), timings=times({1 << 20: 1.0}))
     recorded(fill(), of_another, in_clusters(16, 1, timings=times({1 << 20: 1.0, 1 << 21: 2.0})))
-    assert "1 of 5 winners are between" in succeed(*REFINE, "256", "--contiguous")
+    report = json.loads(succeed(*REFINE, "256", "--contiguous", "--json"))
+    assert (report["between"], len(report["winners"])) == (1, 5)
 
 
 def sizes_timed() -> set[int]:
@@ -447,11 +429,9 @@ def sizes_timed() -> set[int]:
 
 def test_a_tune_times_the_best_between_its_sizes_unless_told_not_to(fake_gpu: None) -> None:
     of_the_search = {elements for elements, _ in CELLS}
-    assert "winners are between" not in succeed(*SMALL_TUNE[:-1], "--no-refine")
+    assert json.loads(succeed(*SMALL_TUNE, "--no-refine"))["between"] == 0
     assert sizes_timed() == of_the_search
-    result = run(*SMALL_TUNE[:-1])
-    assert " winners are between the sizes of the search\n" in result.stdout
-    assert "refining: timing 3 kernels between the sizes of the search\n" in result.stderr
+    succeed(*SMALL_TUNE)
     assert sizes_timed() == of_the_search | {1 << 18, 1 << 24}  # the middles of its gaps
 
 
@@ -481,9 +461,9 @@ def test_the_time_budget_is_for_the_search_and_refining_together(
     after = time.monotonic()
     succeed(*SMALL_TUNE, "--time-budget", "1000", "--no-refine")
     succeed(*SMALL_TUNE)
-    assert budgets == [800, 1000, None]
+    assert budgets == [pytest.approx(800, abs=20), pytest.approx(1000, abs=20), None]
     (deadline, unlimited) = deadlines
-    assert before + 1000 <= deadline <= after + 1000
+    assert before + 990 <= deadline <= after + 1000  # what is left is for writing
     assert unlimited == math.inf
 
 
@@ -521,10 +501,10 @@ def test_an_interrupt_while_refining_keeps_what_was_searched(fake_gpu: None, mon
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(KeyboardInterrupt()))
     result = run(*SMALL_TUNE)
     assert result.exit_code == 1
-    said, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of the winners so far: hadagen ")
+    said, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of the winners so far: ")
     assert said.startswith("hadagen: interrupted; every finished trial is kept in ")
     searched = options.default_bundle("sm90").read_bytes()
-    assert ": 6 winners, " in succeed(*shlex.split(command))
+    assert ": 6 winners, " in succeed(*shlex.split(command)[1:])
     assert options.default_bundle("sm90").read_bytes() == searched
 
 
@@ -589,7 +569,7 @@ def test_a_kernel_that_fails_by_now_is_named_once_and_the_others_go_on(
     fill()
     FakeDevice.refusals[1] = Answer(outcome, "it is off")
     result = run(*REFINE, "256")
-    assert (result.exit_code, "0 of 2 winners are between" in result.stdout) == (1, True)
+    assert result.exit_code == 1
     entries = Bundle.open(options.default_bundle("sm90")).entries(PROBLEM)
     assert len({entry.kernel for entry in entries}) == kernels
     said = f"for n256-float16-accurate ended as {outcome.value}: it is off; {advice}"
@@ -600,15 +580,26 @@ def test_a_kernel_that_fails_by_now_is_named_once_and_the_others_go_on(
 SCORES = (0.5, 0.75, 1.0)
 
 
+def finished(state: State, now: list[float], trials: range, of: int, step: float = 2.0) -> None:
+    """Each trial takes `step` seconds."""
+    for number in trials:
+        now[0] += step
+        state.listen(TrialFinished(make_trial(), SCORES, number, of))
+
+
+def search(trials: int, finished: int = 0) -> SearchStarted:
+    return SearchStarted(1, trials, finished, FakeRunner.environment, estimated=False)
+
+
 def test_progress_says_how_far_the_search_is_and_what_time_is_left() -> None:
     now = [0.0]
-    state = State(time_budget=1000.0, clock=lambda: now[0])
-    state.listen(SearchStarted(problems=1, trials=103, finished=2, environment=FakeRunner.environment, estimated=False))
-    assert (state.counts, state.seconds_left) == ("2 of 103 trials", 1000.0)
-    for finished in range(3, 23):
-        now[0] += 2.0
-        state.listen(TrialFinished(make_trial(), SCORES, finished, trials=103))
-    assert (state.counts, state.seconds_left) == ("22 of 103 trials (20 ok)", 2.0 * 81)
+    state = State(clock=lambda: now[0])
+    state.listen(GroupStarted(1, 1000.0))
+    state.listen(search(103, 2))
+    assert (state.counts, state.rate, state.seconds_left) == ("2 of 103 trials", "", 1000.0)
+    finished(state, now, range(3, 23), 103)
+    assert (state.counts, state.rate) == ("22 of 103 trials (20 ok)", "0.5 trials/s")
+    assert state.seconds_left == pytest.approx(2.0 * 81)
     state.listen(TrialFinished(make_trial(outcome=Outcome.TIMEOUT), SCORES, 23, trials=103))
     assert state.counts == "23 of 103 trials (20 ok, 1 timeout)"
     assert state.now == "n256-float16-accurate: best so far, as fraction of copy: latency 0.50, L2 0.75, memory 1.00"
@@ -621,24 +612,74 @@ def test_progress_says_how_far_the_search_is_and_what_time_is_left() -> None:
     assert state.seconds_left == 0.0
 
 
-def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with shown(None) as listen:
-        listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
-        listen(ProblemFinished(make_trial().problem, 2, SCORES))
-        listen(ProblemFinished(make_trial().problem, 0, SCORES))
-    finished, without = capsys.readouterr().err.splitlines()[-2:]
-    assert finished.startswith("n256-float16-accurate: 2 trials, best so far")
-    assert without.startswith("n256-float16-accurate: no choice of knobs is legal on this arch")
+def test_the_time_left_is_that_of_all_phases_of_all_groups() -> None:
+    """A fifth of the time of each group is for refining."""
+    now = [0.0]
+    state = State(problems=4, refine_share=0.2, clock=lambda: now[0])
+    state.listen(GroupStarted(2, 60.0, (60.0, 60.0)))
+    state.listen(search(100))
+    finished(state, now, range(1, 41), 100, step=0.5)
+    assert state.seconds_left == 40 + 120  # by the rate it would be 42.5 s, beyond the limit
+    finished(state, now, range(41, 61), 100, step=0.1)
+    assert state.seconds_left == pytest.approx((22 + 22 / 60 * 40) / 0.8 - 22 + 120)
+    state.listen(ProblemFinished(PROBLEM, 50, SCORES))
+    now[0] = 30.0
+    state.listen(Refining("A", 0, 10))
+    now[0] = 35.0
+    state.listen(Refining("A", 5, 10))
+    assert state.now == "refining between the sizes of the search: 5 of 10 kernels"
+    assert state.seconds_left == 25 + 120  # more rounds may follow
+    now[0] = 40.0
+    state.listen(GroupStarted(1, 60.0, (60.0,)))
+    assert state.seconds_left == 40 + 40  # the first took 40 s
+    now[0] = 90.0
+    assert state.seconds_left == 10 + 40  # not this one
+    state.listen(search(50, 10))
+    assert (state.finished_problems, state.counts) == (2, "70 of about 200 trials (60 ok)")
+    state.listen(Writing())
+    assert state.now == "writing the winners"
+
+
+def test_without_a_limit_refining_lasts_as_long_as_its_kernels() -> None:
+    now = [0.0]
+    state = State(problems=1, refine_share=0.2, clock=lambda: now[0])
+    state.listen(GroupStarted(1))
+    state.listen(search(100))
+    assert state.seconds_left is None
+    finished(state, now, range(1, 41), 100)
+    assert state.seconds_left == pytest.approx((80 + 120) / 0.8 - 80)
+    state.listen(Refining("A", 0, 10))
+    state.listen(Refining("B", 0, 10))
+    now[0] += 5.0
+    state.listen(Refining("A", 5, 10))
+    assert state.seconds_left == 15.0
+
+
+def test_elsewhere_than_on_a_terminal_a_line_comes_each_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with shown(2) as listen:
+        listen(GroupStarted(1, 100.0, (100.0,)))
+        listen(search(12))
+        for number in range(1, 13):
+            now[0] += 15.0
+            listen(TrialFinished(make_trial(), SCORES, number, trials=12))
+    lines = capsys.readouterr().err.splitlines()
+    start = r"0 of 2 problems, 4 of about 24 trials \(4 ok\), [\d.]+ trials/s, \d:\d\d left; n256-float16-accurate: "
+    assert re.match(start, lines[0])
+    assert [line.split(", ")[1].split(" of ")[0] for line in lines] == ["4", "8", "12"]
 
 
 @pytest.mark.parametrize(
     ("names", "of_problem", "of_note"), [(("A",), "", ""), (("A", "B"), " on B", "B: ")], ids=["one", "two"]
 )
-def test_lines_name_the_class_where_a_fleet_has_several(
+def test_the_progress_of_a_fleet_names_the_class_if_it_has_several(
     names: tuple[str, ...], of_problem: str, of_note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problem, state = make_trial().problem, State(None)
-    with shown(None) as listen:
+    problem, state = make_trial().problem, State()
+    with shown() as listen:
 
         def both(event: Event) -> None:
             listen(event)
@@ -649,64 +690,225 @@ def test_lines_name_the_class_where_a_fleet_has_several(
             environment = replace(FakeRunner.environment, gpu=name)
             summed.of(i)(SearchStarted(1, 2, 0, environment, estimated=False))
         tell = summed.of(len(names) - 1)
-        tell(ProblemFinished(problem, 0, SCORES))
         tell(RaceDisturbed(problem, "it is busy"))
         tell(TrialFinished(make_trial(), SCORES, 1, trials=2))
         assert state.now.startswith(f"{problem.key}{of_problem}: best so far")
         tell(PairRaced(problem, (0.01,)))
         assert state.now == f"{problem.key}{of_problem}: racing near-ties"
-    finished, note = capsys.readouterr().err.splitlines()[1:]
-    assert finished.startswith(f"{problem.key}{of_problem}: no choice of knobs")
-    assert note == f"{of_note}it is busy"
+    assert capsys.readouterr().err.splitlines() == [f"{of_note}it is busy"]
 
 
 @pytest.mark.parametrize(
     ("estimated", "trying"), [(True, "verifying kernels on the CPU"), (False, "measuring kernels")]
 )
-def test_until_the_first_trial_lines_say_at_once_what_is_done(
-    estimated: bool, trying: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    count = 2 * BUILT_AT_ONCE + 1
-    with shown(None) as listen:
-        listen(SearchStarted(problems=1, trials=2, finished=0, environment=FakeRunner.environment, estimated=estimated))
+def test_until_the_first_trial_of_a_group_progress_says_what_is_done(estimated: bool, trying: str) -> None:
+    count, state = 2 * BUILT_AT_ONCE + 1, State()
+    said = [state.now]
+
+    def listen(event: Any) -> None:
+        state.listen(event)
+        said.extend([state.now] * (state.now != said[-1]))
+
+    for _ in range(2):
+        listen(GroupStarted(1))
+        listen(replace(search(2), estimated=estimated))
         listen(ProblemStarted(make_trial().problem, 0))
         build: Any = in_parts(lambda sources: sources, listen)
         assert build([*range(count)]) == [*range(count)]
-        assert build([1, 2]) == [1, 2]
         listen(BatchBuilt(fresh=count, known=0, failed=0))
         build([1, 2])  # the next batch
         listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
         build([1, 2])
-    done = ["choosing kernels", "choosing kernels: problem 1 of 1"]
+    done = ["choosing kernels", "choosing kernels for n256-float16-accurate"]
     done += [f"building kernels: {i} of {count}" for i in (0, BUILT_AT_ONCE, 2 * BUILT_AT_ONCE, count)]
-    done += [f"building kernels: {i} of {count + 2}" for i in (count, count + 2)]
-    assert capsys.readouterr().err.splitlines() == [*done, trying]
-
-
-def test_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with shown(None) as listen:
-        for finished in range(1, 13):
-            now[0] += 4.0
-            listen(TrialFinished(make_trial(), SCORES, finished, trials=12))
-    counts = [line.split(" of ")[0] for line in capsys.readouterr().err.splitlines()[1:]]
-    assert counts == ["3", "6", "9", "12"]
+    done += [trying, "n256-float16-accurate: best so far, as fraction of copy: latency 0.50, L2 0.75, memory 1.00"]
+    assert said == 2 * done
 
 
 def test_a_time_is_shown_as_on_a_clock() -> None:
     assert [clock_text(seconds) for seconds in (0.0, 187.9, 4000.0, None)] == ["0:00", "3:07", "66:40", "?:??"]
 
 
-def test_progress_is_drawn_on_a_terminal() -> None:
+def test_progress_is_bars_on_a_terminal() -> None:
     from rich.console import Console
 
-    state = State(time_budget=None)
-    state.listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
-    console = Console(width=100)
+    now = [0.0]
+    state = State(problems=3, clock=lambda: now[0])
+    state.listen(GroupStarted(1, 60.0, (60.0, 60.0)))
+    state.listen(search(20))
+    finished(state, now, range(1, 11), 20)
+    state.listen(TrialFinished(make_trial(outcome=Outcome.WRONG_ANSWER), SCORES, 11, trials=20))
+    console = Console(width=80)
     with console.capture() as captured:
         console.print(state)
-    bar, counts, now = captured.get().splitlines()
-    assert bar.startswith("━")
-    assert counts.strip() == "1 of 2 trials (1 ok), ?:?? left"
-    assert now.startswith("n256-float16-accurate: best so far")
+    problems, trials, left, *best, failed = map(str.strip, captured.get().splitlines())
+    assert re.fullmatch("problems +[━╺ ]+ 0/3", problems)
+    assert re.fullmatch(r"trials +[━╸╺ ]+ 11/60 0\.6 trials/s", trials)
+    assert left == "2:16 left"
+    assert " ".join(best).startswith("n256-float16-accurate: best so far")
+    assert failed == "1 wrong_answer"
+    assert max(map(len, captured.get().splitlines())) <= 80
+
+
+# ---- what is tuned, and in which time --------------------------------------------------------------------------------
+SHIPPED = Bundle.open(shipped()["sm90"]).problems()
+
+
+def test_by_default_all_that_is_shipped_is_tuned_heaviest_first_by_row_length(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[TuneOptions] = []
+    report = TuneReport(FakeRunner.environment, False, 0, 0, 0, 0, {}, {}, 0, "", 0.0)
+    monkeypatch.setattr(tuning, "tune", lambda options, listen: asked.append(options) or report)
+    result = run("tune", "--no-refine")
+    assert result.stderr.splitlines()[-1].endswith("give hadagen tune --arch sm90 more time or more trials")
+    lengths = [{problem.n for problem in each.problems} for each in asked]
+    assert {len(each) for each in lengths} == {1}
+    assert lengths[0] == {131072}
+    assert sorted(problem for each in asked for problem in each.problems) == SHIPPED
+    count = len(asked)
+    page = Path(__file__).parent.parent / "docs" / "tuning.md"
+    assert f"`hadagen tune`\ntakes {count} minutes at most" in page.read_text()
+    said = f"tuning {len(SHIPPED)} problems for sm90, heaviest first; measuring on Test GPU; this takes at most "
+    assert result.stderr.startswith(f"{said}{count}:00, 60 s for each of {count} row lengths\n")
+    longest = [max(entry.us for entry in Bundle.open(shipped()["sm90"]).entries(each.problems[0])) for each in asked]
+    assert longest == sorted(longest, reverse=True)
+    assert {each.trials for each in asked} == {None}
+    assert all(each.time_budget is not None and 0 < each.time_budget <= 60 for each in asked)
+
+
+def test_without_a_gpu_the_three_heaviest_of_each_kind_are_tuned(wanted: list[TuneOptions]) -> None:
+    result = run("tune", "--trials", "1")
+    assert [kind_of(problem) for problem in wanted[0].problems] == [kind for kind in KINDS for _ in range(3)]
+    assert result.stderr.startswith("tuning 9 problems, the 3 heaviest of each kind, for sm90; there is no sm90 GPU")
+    run("tune", "--trials", "1", "--kind", "rotation", "--kind", "format", "--dtype", "bfloat16")
+    assert [(kind_of(each), each.io.input) for each in wanted[1].problems] == [
+        (kind, DType.BFLOAT16) for kind in ("rotation", "format") for _ in range(3)
+    ]
+    run("tune", "--trials", "1", "--kind", "format", "--n", "4096")  # named by size, so that all are tuned
+    assert {each.n for each in wanted[2].problems} == {4096}
+    assert len(wanted[2].problems) == sum(each.n == 4096 and kind_of(each) == "format" for each in SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--kind", "format", "--n", "224"), "hadagen ships no kernels for such problems; name one with --problem"),
+        (("--kind", "format", "--problem", "n64-float16-fast"), "--problem names all of a problem; leave it out, or"),
+        (("--dtype", "float17"), "dtype 'float17' is not supported"),
+        (("--quick", "--time-budget", "9"), "--quick and --time-budget both limit the time; leave out one of them"),
+    ],
+)
+def test_what_cannot_be_tuned_is_a_sentence(arguments: tuple[str, ...], said: str, no_search: None) -> None:
+    assert said in sentence(run("tune", *arguments), 2)
+
+
+def test_a_group_has_its_minute_and_leaves_no_time_to_the_next_unless_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [5.0]  # it took 5 s to begin
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+    minutes, parts = tune.Budget(0.0, [60.0, 60.0, 60.0]), tune.Budget(0.0, [60.0, 60.0, 60.0], moves=True)
+    assert [(each.end, each.until(0)) for each in (minutes, parts)] == [(180, 60), (180, 60)]
+    now[0] = 20.0
+    assert (minutes.until(1), parts.until(1)) == (80, 120)
+    assert (tune.Budget(0.0).end, tune.Budget(0.0).until(0)) == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("option", "seconds"), [((), 60), (("--quick",), 30), (("--time-budget", "7"), 7)])
+def test_all_phases_end_in_time(
+    option: tuple[str, ...], seconds: float, fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement takes a second, and writing 2 s, on a clock that only they move."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    trial, write, writes, sleep = FakeDevice.trial, make.make_bundle, [], time.sleep
+
+    def slow_trial(self: FakeDevice, variant: Variant) -> Trial:
+        now[0] += 1.0
+        sleep(0.02)  # for other threads to see that time is over
+        return trial(self, variant)
+
+    def slow_write(*arguments: Any) -> Any:
+        now[0] += 2.0
+        writes.append(now[0])
+        return write(*arguments)
+
+    monkeypatch.setattr(FakeDevice, "trial", slow_trial)
+    monkeypatch.setattr(make, "make_bundle", slow_write)
+    report = json.loads(succeed("tune", "--problem", "n4-float16-fast", "--json", *option))
+    assert seconds - 3 <= report["seconds"] <= seconds + 8  # without limits, more than 80
+    refined = len(sizes_timed()) > len(CELLS)
+    assert (len(writes), refined) == ((1, False) if seconds < 9 else (2, True))  # and no file is written twice
+
+
+# ---- what is said at the end -----------------------------------------------------------------------------------------
+def test_winners_are_compared_with_what_calls_ran_before_by_the_times_of_this_tune(
+    one_is_faster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However fast that was where it was measured."""
+    fill()
+    calls = make_trial(2, timings=times({1 << 20: 0.001, 1 << 21: 0.001}))
+    write_trials(user_bundle("z.db"), [calls])
+    said = succeed("tune", "--trials", "0", "--problem", PROBLEM.key, "--bundle", tmp_path / "new.db")
+    assert f"{PROBLEM.key}: 100 % faster at 2 of 3 sizes, from 4,096 to 7,511 rows; the rest as before" in said
+    assert "calls use them where HADAGEN_BUNDLE names this file" in said
+    assert said.splitlines()[-1].endswith(f"hadagen bench --problem {PROBLEM.key}")
+    report = json.loads(succeed("tune", "--trials", "0", "--problem", PROBLEM.key, "--json"))
+    assert report["faster"] == [
+        {"problem": PROBLEM.key, "sizes": 3, "faster": 2, "times_as_fast": 2.0, "not_compared": 0}
+    ]
+    said = succeed("tune", "--trials", "0", "--problem", PROBLEM.key)  # which calls run by now
+    assert "no winner is more than 2 % faster than what calls ran before" in said
+    assert f"calls on {H100.gpu} use them from now on" in said
+    first = write_trials(user_bundle("a.db"), [calls])
+    said = succeed("tune", "--trials", "0", "--problem", PROBLEM.key)
+    assert f"calls on {H100.gpu} go on with {first}, which comes first" in said
+
+
+def user_bundle(name: str) -> Path:
+    path = options.default_bundle("sm90").with_name(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def test_gains_are_summed_up_in_few_lines() -> None:
+    place = Destination.IN_PLACE
+
+    def gain(n: int, *ratios: float | None) -> Gain:
+        problem = replace(PROBLEM, transform=Transform(n))
+        return Gain(problem, {(place, n << i): ratio for i, ratio in enumerate(ratios)})
+
+    def said(*gains: Gain, is_shipped: bool = True) -> list[str]:
+        return list(ending.gain_sentences(gains, {PROBLEM: Called({}, is_shipped)}))
+
+    assert said(gain(2, 1.0, 1.01, 0.99)) == ["no winner is more than 2 % faster than what calls ran before"]
+    assert said(gain(1024, 1.0, 1.03)) == ["n1024-float16-accurate: 3 % faster at 2 rows; the rest as shipped"]
+    assert said(gain(1024, 1.034)) == ["n1024-float16-accurate: 3 % faster at all sizes"]
+    assert said(gain(4, 1.03, 1.5, None, 1.0), is_shipped=False) == [
+        "n4-float16-accurate: 3-50 % faster at 2 of 4 sizes, from 1 to 2 rows; the rest as before; 1 size not compared"
+    ]
+    many = [gain(2 << i, 1.0, 1.1) for i in range(9)]
+    assert said(gain(1 << 12, 1.2, 1.0), *many, gain(1 << 13, 1.0))[:2] == [
+        "10 of 11 problems are faster than before, by 11 % in the mean at 10 of 21 sizes; the rest as shipped",
+        "n4096-float16-accurate: 20 % faster at 1 row",
+    ]
+    assert len(said(*many)) == 4
+
+
+def test_the_end_has_at_most_ten_lines_on_a_terminal(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in (TINY_TUNE, (*SMALL_TUNE[:-1], "--n", "8")):
+        assert 5 <= len(succeed(*arguments).splitlines()) <= 10
+
+
+def test_the_program_is_named_as_the_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".venv").mkdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert output.program() == "hadagen"
+    (tmp_path / ".venv" / "hadagen").touch()
+    assert output.program() == ".venv/hadagen"
+    (tmp_path / "hadagen").touch(0o755)
+    assert output.program() == "hadagen"

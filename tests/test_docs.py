@@ -86,6 +86,7 @@ PARTS = {
     "README.md": ("speed",),
     "api.md": ("api",),
     "formats.md": ("attention", "models"),
+    "checkpoint.md": ("checkpoint",),
     "performance.md": (
         "calls",
         "libraries",
@@ -291,18 +292,34 @@ def text_of(markdown: str) -> str:
 
 
 def test_what_rotation_does_to_a_model(documents: Path) -> None:
-    figures = {"perplexity": 20.04, "same_top": 1.0, "error": 0.0}
-    rows = [{"format": "none", "rotated": False, **figures}]
-    for rotated, perplexity in ((False, 4865.8), (True, 41.84)):
-        figures = {"perplexity": perplexity, "same_top": 0.5, "error": perplexity / 1e4}
-        rows.append({"format": "W8A4", "rotated": rotated, **figures})
-    layer = {"layer": "ffn", "inputs": {"False": [1.0, 300.0], "True": [9.0, 8.0]}, "rms": {"False": 3.0, "True": 3.0}}
-    for path in (files.ATTENTION, files.QUAROT):
-        path.write_text(json.dumps({"rows": rows, **layer}))
+    def row(name: str, rotation: str, seed: int, *perplexity: float) -> dict[str, Any]:
+        figures = {"loss": [math.log(each) for each in perplexity], "same_top": [0.5, 0.6], "error": 0.1 + seed / 10}
+        return {"format": name, "rotation": rotation, "seed": seed, **figures}
+
+    ways = {"none": (40.0, 40.0), "heads": (30.0, 30.0), "rows": (50.0, 50.0), "blocks": (36.0, 40.0)}
+    rows = [row("none", "none", 0, 20.04, 20.04)]
+    rows += [row("W8, X", way, seed, *each) for way, each in ways.items() if way != "heads" for seed in (0, 1)]
+    rows += [row("W8A4", way, 0, 4865.8, 4865.8) for way in ("none", "rows")]
+    rows += [
+        row("INT4", way, seed, *(each + 2 * seed for each in ways[way])) for way in ("none", "heads") for seed in (0, 1)
+    ]
+    versions = {"hadagen": "1", "torch": "2", "python": "3", "device": "a GPU"}
+    found = {"window": 9, "windows": 2, "versions": versions, "rows": rows}
+    layer = {"layer": "ffn", "inputs": {"none": [1.0, 300.0], "rows": [9.0, 8.0]}, "rms": {"none": 3.0, "rows": 3.0}}
+    files.ATTENTION.write_text(json.dumps(found))
+    files.QUAROT.write_text(json.dumps(found | layer))
+    converted = [row("", "", 0, 20.0, 20.0) | {"model": name, "bytes": 5e6} for name in ("a", "b")]
+    files.CHECKPOINT.write_text(json.dumps(found | {"rows": converted}))
     attention, models = refresh_models.attention_table(), refresh_models.models_table()
-    assert "| none | 20.0 |  |  |  |" in attention
-    assert "| W8A4 | 4866 | 41.8 | 0.49 | 0.00 |" in attention
-    assert "| W8A4 | 4866 | 41.8 | 50% | 50% |" in models
+    assert "| none | 20.0 ± 0.0 | – |  |  |" in attention
+    assert "| INT4 | 41.0 ± 1.0 | 31.0 ± 1.0 | 0.15 | 0.15 |" in attention
+    assert "| W8A4 | 4866 ± 0 | 4866 ± 0 | – | 55% | 55% | – |" in models
+    changes = (
+        "W8, X: the perplexity changes by +25.0 ± 0.0% if whole rows are rotated, and by −5.1 ± 5.0% if blocks are."
+    )
+    assert changes in text_of(models)
+    assert "2 windows of 9 tokens, 2 seeds; hadagen 1, PyTorch 2, Python 3, a GPU." in models
+    assert "| `b` | 20.00 | +0.0 ± 0.0% | 5 |" in refresh_models.checkpoint_table()
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
     assert models in (documents / "formats.md").read_text()
@@ -315,7 +332,7 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     ):
         assert said in picture
     assert refresh.outdated() == []
-    files.QUAROT.write_text(json.dumps({"rows": rows, **layer, "layer": "other"}))
+    files.QUAROT.write_text(json.dumps(found | layer | {"layer": "other"}))
     assert refresh.outdated() == ["activations.svg"]
 
 

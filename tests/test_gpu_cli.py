@@ -1,6 +1,7 @@
 """The command line on a machine with a GPU: from a measured tune to a bench that times its winners."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from hadagen.tuning_db.bundle import Bundle
 
 pytestmark = pytest.mark.gpu
 
-TUNE = ("tune", "--n", "128,4096", "--dtype", "float16", "--numerics", "accurate", "--trials", "3", "--no-refine")
+TUNE = ("tune", "--n", "128,4096", "--kind", "transform", "--dtype", "float16", "--numerics", "accurate")
+TUNE += ("--trials", "3", "--no-refine")
 BENCH = ("bench", "--n", "128,4096", "--numerics", "accurate", "--inplace", "--elements", "65536,8388608", "--json")
 BETWEEN = ("bench", "between", "--n", "128,4096", "--inplace", "--out-of-place", "--counts", "6")
 
@@ -118,3 +120,14 @@ def test_the_doctor_finds_the_gpu() -> None:
     checks = {check["name"]: check for check in json.loads(run("doctor", "--json").stdout)["checks"]}
     assert checks["gpu"]["state"] == "ok"
     assert torch.cuda.get_device_name(0) in checks["gpu"]["says"]
+
+
+def test_a_row_length_is_tuned_within_its_time_and_refined() -> None:
+    """The second half of a minute is for starting, and for a machine that is slower."""
+    began = time.monotonic()
+    report = json.loads(succeed("tune", "--n", "4096", "--quick", "--json"))
+    assert time.monotonic() - began < 60
+    assert report["seconds"] < 40
+    assert report["trials"] > 19
+    assert {gain["problem"].partition("-")[0] for gain in report["faster"]} == {"n4096"}
+    assert all(gain["faster"] <= gain["sizes"] for gain in report["faster"])

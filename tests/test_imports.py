@@ -38,7 +38,7 @@ TABLE = """
     __init__             | runtime.registration runtime problem errors               |
     report               | tuning_db.bundle tuning_db plan problem errors            |
     report.drawing       | report problem errors                                     | bokeh jinja2
-    fleet                | measure gpu compiler plan problem owners errors           | distributed tornado
+    fleet                | measure gpu compiler plan problem owners errors           | dask distributed tornado
     tuner                | *                                                         | optuna sqlalchemy
     cli                  | *                                                         | click rich torch
 """  # noqa: E501

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import dask
 from distributed import Nanny, Scheduler, Security
 from distributed.deploy.spec import SpecCluster
 
@@ -19,6 +20,9 @@ from hadagen.measure import device_environment
 
 PRELOAD = "hadagen.fleet"
 THREADS = 2  # of a process that compiles; the compilers themselves are programs
+# Logs of workers have only errors, because the search says what matters. Dask reads this variable as it is imported,
+# which is before `env` is set.
+QUIET = "distributed.nanny.pre-spawn-environ.DASK_LOGGING__DISTRIBUTED"
 HOST = "127.0.0.1"  # whoever reaches a scheduler, nanny or worker runs programs there, so all listen on loopback alone
 
 
@@ -33,21 +37,15 @@ def local_cluster() -> Iterator[str]:
     workers = {
         i: {
             "cls": Nanny,
-            "options": {"host": HOST, "nthreads": threads, "preload": [PRELOAD], "env": _environment(gpu)},
+            "options": {"host": HOST, "nthreads": threads, "preload": [PRELOAD], "env": {"CUDA_VISIBLE_DEVICES": gpu}},
         }
         for i, (gpu, threads) in enumerate(gpus + compilers)
     }
     address = f"{'tls' if Security().require_encryption else 'tcp'}://{HOST}"  # type: ignore[no-untyped-call]
     security(address, "scheduler", "worker", "client")
     scheduler = {"cls": Scheduler, "options": {"host": address, "dashboard_address": f"{HOST}:8787"}}
-    with SpecCluster(workers, scheduler) as cluster:  # type: ignore[no-untyped-call]
+    with dask.config.set({QUIET: "error"}), SpecCluster(workers, scheduler) as cluster:  # type: ignore[no-untyped-call]
         yield cluster.scheduler_address
-
-
-def _environment(gpu: str) -> dict[str, str]:
-    """The environment variables of a worker that sees this GPU, or no GPU. Its log has only errors, because the search
-    says what matters."""
-    return {"CUDA_VISIBLE_DEVICES": gpu, "DASK_LOGGING__DISTRIBUTED": "error"}
 
 
 def _gpus() -> list[str]:

@@ -126,6 +126,18 @@ def timed_in_bundles(
     return list(best[1]) if best else []
 
 
+def called_by_size(
+    problem: Problem, destination: Destination, device: Device
+) -> tuple[dict[int, BundleEntry], Bundle | None]:
+    """The entries among which `choose_from_bundles` takes that of the nearest element count, by that count, ascending,
+    and the bundle that holds their kernels; ({}, None) if no entry matches.
+
+    Raises as `choose_from_bundles` does.
+    """
+    best = _best(problem, destination, device)
+    return (best[1], best[2]) if best else ({}, None)
+
+
 def where_measured(problem: Problem, device: Device) -> Path | None:
     """The bundle whose kernels calls run, in place if they may, if kernels in all destinations were measured on a GPU
     of this class; else None.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hadagen.plan.knobs import Knobs
@@ -144,3 +145,20 @@ class TuneReport:
     raced: int
     stopped: str
     seconds: float
+
+
+def summed(reports: Sequence[TuneReport]) -> TuneReport:
+    """The report of several searches in the same environment, of different problems, one after another."""
+    outcomes = sum((Counter(report.outcomes) for report in reports), Counter[Outcome]())
+    return replace(
+        reports[0],
+        finished=sum(report.finished for report in reports),
+        finished_before=sum(report.finished_before for report in reports),
+        elsewhere=sum(report.elsewhere for report in reports),
+        under_way=sum(report.under_way for report in reports),
+        outcomes=dict(outcomes.most_common()),
+        best={problem: scores for report in reports for problem, scores in report.best.items()},
+        raced=sum(report.raced for report in reports),
+        stopped=next((report.stopped for report in reports if report.stopped), ""),
+        seconds=sum(report.seconds for report in reports),
+    )
