@@ -12,7 +12,8 @@ import pytest
 import torch
 from command_line import run, sentence, succeed
 from real_compilers import is_there, needs_compiler, needs_nvrtc
-from sample_trials import make_kernel, make_trial
+from sample_bundle import write_trials
+from sample_trials import make_kernel, make_timing, make_trial
 from slow import cases_of
 from spaces import ARCH, space_of
 from test_quantizer import TYPES
@@ -38,10 +39,13 @@ from hadagen.problem.bits import decode
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, verification_operands
 from hadagen.problem.problem import ACCURATE_BOUND, DType, Problem
+from hadagen.problem.regimes import Cache, element_buckets
 from hadagen.problem.target import known_archs
 from hadagen.problem.trial import knobs_key
 from hadagen.truth.reference import transform
 from hadagen.tuner.estimate import shortlist
+from hadagen.tuner.transfer import estimated_winners
+from hadagen.tuning_db.bundle import Bundle
 
 
 @dataclass(frozen=True)
@@ -364,17 +368,23 @@ def test_the_recipe_for_another_arch_has_h_first(arch: str) -> None:
     assert same.knobs == product_first(stages=2).to_dict()
 
 
-def test_estimates_for_other_archs_never_propose_it() -> None:
+def test_estimates_for_other_archs_never_propose_it(tmp_path: Path) -> None:
     trial = make_trial(
         problem=SMALL.problem,
         knobs=product_first(stages=2).to_dict(),
         kernel=make_kernel(launch=SMALL.plan.launch),
+        timings=tuple(make_timing(elements=element_buckets(SMALL.problem)[0], cache=cache) for cache in Cache),
     )
     for name in set(known_archs()) - {"sm90"}:
         arch = load_arch(name)
         assert all(knobs.first == "hadamard" for knobs in shortlist(Space(SMALL.problem, arch), 4)), name
         assert not is_recipe_of(replace(trial, arch=name))
     assert is_recipe_of(trial)
+    source = Bundle.open(write_trials(tmp_path / "sm90.db", [trial]))
+    source.verify()
+    assert {entry.knobs["first"] for entry in source.all_entries()} == {MATRIX_FIRST}
+    estimated, _ = estimated_winners(source, load_arch("sm100"))
+    assert {each.knobs["first"] for each in estimated.values()} == {"hadamard"}
 
 
 KNOBS = "first=matrix,load=cp_async,grid=persistent,stages=2"
