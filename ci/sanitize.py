@@ -2,7 +2,7 @@
 
     python ci/sanitize.py run --csv sanitizer.csv                # all kernels of the GPU's bundle, by all tools
     python ci/sanitize.py run --csv sanitizer.csv --part 2/4     # the second quarter of them
-    python ci/sanitize.py merge docs/data/sanitizer_h200.csv sanitizer.csv other.csv
+    python ci/sanitize.py merge docs/data/sanitizer.csv sanitizer.csv other.csv
 
 Each kernel runs with a single row, around the ends of a tile, with an odd number of rows, and, if it loops, with
 several tiles a block. Each array is an allocation of its own that ends with its last element. First come *controls*:

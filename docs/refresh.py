@@ -10,7 +10,7 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `data/invariant_h200.csv` has the times of all shipped kernels on an H200, summed up by problem:
 `mean` and `worst` say how much longer than the winner the kernel takes that a batch-invariant call runs.
 `data/kills.json`, `data/faults.json` and `data/laws.json` are written by tests (`--figures docs/data`),
-`data/sanitizer_h200.csv` by `ci/sanitize.py`, `data/fleet.json` by `simulate_fleet.py`, and `data/tunes_h200.csv` by
+`data/sanitizer.csv` by `ci/sanitize.py`, `data/fleet.json` by `simulate_fleet.py`, and `data/tunes_h200.csv` by
 `compare_tunes.py`. `data/fleet_h100.json` has the trials of one GPU and of two in the same time, by the command that it
 names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`.
 Our times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install '.[docs]'); checking does

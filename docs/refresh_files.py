@@ -55,7 +55,7 @@ RELIABILITY = DOCS / "reliability.md"
 KILLS = DOCS / "data" / "kills.json"
 FAULTS = DOCS / "data" / "faults.json"
 LAWS = DOCS / "data" / "laws.json"
-SANITIZER = DOCS / "data" / "sanitizer_h200.csv"
+SANITIZER = DOCS / "data" / "sanitizer.csv"
 TUNES = DOCS / "data" / "tunes_h200.csv"
 BUNDLE_DAMAGE = DOCS / "data" / "bundle_damage.csv"
 

@@ -84,7 +84,8 @@ def sanitizer() -> str:
     own = sum(row["own_barrier"] not in ("", "0") for row in rows)
     warned = f"; {own} kernels with warnings of a barrier that one thread prepares" if own else ""
     problems = len({row["problem"] for row in rows})
-    return f"{rows[0]['gpu']}: {len(rows)} kernels of {problems} problems; findings: {found}{warned}"
+    gpus = ", ".join(sorted({row["gpu"] for row in rows}))
+    return f"{gpus}: {len(rows)} kernels of {problems} problems; findings: {found}{warned}"
 
 
 def tunes() -> str:
