@@ -11,6 +11,7 @@ FAST = Numerics.FAST
 WIDE = {"butterfly_carrier": "fp32", "exchange_carrier": "fp32"}
 FAR = {"chunks": 2, "warps": 8, "far_bits": "lanes", "far_lanes": "mma"}
 LOOPS = {"grid": "persistent", "stages": 2}
+FIRST = {"first": "matrix", "load": "cp_async", "grid": "persistent", "stages": 3}
 WHOLE = {"chunks": 2, "cluster": 2, "block_bits": "load", **WIDE}
 # Problem, and the knobs that are wanted for it. Where an arch lacks what is wanted, the nearest is taken.
 SPREAD = [
@@ -38,6 +39,8 @@ SPREAD = [
     (Problem.of(3584, BF16, FAST, order=28), {"load": "bulk", "chunks": 2, "slabs": 2, **LOOPS}),
     (Problem.of(11008, F16, FAST, order=172), {"chunks": 2, "slabs": 3}),
     (Problem.of(80, F16, order=80), {"load": "cp_async", "rows": 16, "slabs": 5}),
+    (Problem.of(1280, F16, order=20), FIRST),
+    (Problem.of(1536, BF16, order=12, signed=True), {**FIRST, "fold": 1}),
     (Problem.of(512, F32, signed=True), {}),
     (Problem.of(64, BF16, to="mxfp4_32_rceil"), {"chunks": 2}),
     (Problem.of(1, F16, to="mxfp4_32"), {"chunks": 2}),

@@ -138,7 +138,7 @@ def test_every_key_is_needed(key: str, values: dict[str, Any], read: Callable[[A
         ("model.launch_us", float("inf"), "sm90.yaml: model.launch_us is inf; expected a finite number"),
         ("model.launch_us", -1, "sm90.yaml: model.launch_us is -1; expected greater than 0"),
         ("model.sms", None, "sm90.yaml: model.sms is None; expected a valid integer"),
-        ("features", ["wgmma"], "sm90.yaml: features.0 is 'wgmma'; expected 'mma_f16', 'mma_bf16', 'mma_tf32', "),
+        ("features", ["tcgen05"], "sm90.yaml: features.0 is 'tcgen05'; expected 'mma_f16', 'mma_bf16', 'mma_tf32', "),
         ("features", "mma_f16", "sm90.yaml: features is 'mma_f16'; expected a valid array"),
         ("search.colour", ["red"], "sm90.yaml: knob 'colour' is not known; choose one of chunks, warps, cluster"),
         ("search.warps", [3], "sm90.yaml: knob warps = 3 is not searched on sm90; choose one of 1, 2, 4, 8, 16, 32"),

@@ -14,7 +14,8 @@ from hadagen.compiler.codegen import render
 from hadagen.compiler.emulator import compile_host, verify
 from hadagen.compiler.nvrtc import CompileError, Nvrtc
 from hadagen.compiler.toolchain import device_headers
-from hadagen.plan.arch import Arch, load_arch
+from hadagen.plan.arch import SPECIFIC, Arch, load_arch
+from hadagen.problem.launch import LaunchSpec, Source
 from hadagen.problem.target import generation, known_archs
 
 HOPPER = load_arch("sm90")  # which has all features
@@ -29,6 +30,8 @@ NEEDING = {
     "cp_async": "cp_async16(shared, x); cp_async_commit(); cp_async_wait<0>();",
     "bulk_copy": "bulk_copy(shared, x, 16u, barrier); barrier_wait(barrier, 0); bulk_prefetch(x, 16u);",
     "cluster": "cluster_arrive(); cluster_wait(); remote_shared_store16(shared, cluster_rank(), zero16(), barrier);",
+    "wgmma": "float d[32] = {}; Operand a[1] = {hadamard16(1u)}; multiply_boxes<float16>(d, a, boxes_in(shared)); "
+    "wait_for_product(d); used += as_word(d[0]);",
     "dependent_launch": "grid_dependency_sync(); trigger_dependents();",
     # Replaced where the instruction is lacking.
     "": "used += largest_in_warp(t) ^ pack<float16>(as_float(t), 1.0f) ^ pack<bfloat16>(as_float(t), 1.0f);",
@@ -36,10 +39,10 @@ NEEDING = {
 NO_INSTRUCTION = {"multicast_in_place"}
 
 
-def kernel_with(*features: str) -> str:
+def kernel_with(*features: str) -> Source:
     """A kernel that needs these features."""
     body = "".join(f"{{ {NEEDING[feature]} }}" for feature in features)
-    return f"""#include "hadagen.cuh"
+    text = f"""#include "hadagen.cuh"
 using namespace hadagen;
 extern "C" __global__ void kernel(const void* x, u32* y) {{
     HADAGEN_SHARED(shared);
@@ -49,11 +52,16 @@ extern "C" __global__ void kernel(const void* x, u32* y) {{
     {body}
     *y = used;
 }}"""
+    return Source(
+        "kernel", text, LaunchSpec(32, 1, 0, 256, persistent=False), specific=not SPECIFIC.isdisjoint(features)
+    )
 
 
-def compiles(library: Nvrtc, arch: Arch, text: str) -> None:
-    """Raises `CompileError` if it does not."""
-    library.compile(text, "kernel.cu", arch.nvcc_arch, ["-std=c++17"], device_headers())
+def compiles(library: Nvrtc, arch: Arch, *sources: Source) -> None:
+    """Raises `CompileError` if they do not."""
+    target = next((each for each in sources if each.specific), sources[0]).compiled_for(arch.nvcc_arch)
+    text = "\n".join(each.text for each in sources)
+    library.compile(text, "kernel.cu", target, ["-std=c++17"], device_headers())
 
 
 def each_target() -> Iterator[Any]:
@@ -72,7 +80,7 @@ targets = pytest.mark.parametrize(("library", "name"), list(each_target()))
 @targets
 def test_every_structure_of_a_kernel_compiles(library: Nvrtc, name: str) -> None:
     plans = plans_on(arch := load_arch(name))
-    compiles(library, arch, "\n".join(render(plan).text for plan in plans))
+    compiles(library, arch, *map(render, plans))
 
 
 @targets
@@ -81,13 +89,19 @@ def test_an_arch_has_the_features_whose_primitives_compile(library: Nvrtc, name:
     has = arch.features - NO_INSTRUCTION
     compiles(library, arch, kernel_with("", *sorted(has)))
     for lacking in NEEDING.keys() - has - {""}:
-        with pytest.raises(CompileError, match="requires"):
-            compiles(library, arch, kernel_with(lacking))
+        with pytest.raises(CompileError, match=r"requires|not supported on"):
+            compiles(library, arch, replace(kernel_with(lacking), specific=False))
 
 
 @pytest.mark.parametrize(
     ("name", "too_much"),
-    [("sm75", "cp_async"), ("sm75", "mma_bf16"), ("sm80", "bulk_copy"), ("sm89", "dependent_launch")],
+    [
+        ("sm75", "cp_async"),
+        ("sm75", "mma_bf16"),
+        ("sm80", "bulk_copy"),
+        ("sm89", "dependent_launch"),
+        ("sm100", "wgmma"),
+    ],
 )
 def test_a_plan_for_a_feature_too_many_does_not_compile(name: str, too_much: str) -> None:
     arch = load_arch(name)
@@ -95,7 +109,7 @@ def test_a_plan_for_a_feature_too_many_does_not_compile(name: str, too_much: str
     plan = next(plan for plan in plans_on(wrong) if too_much in plan.features)
     for library in nvrtc_libraries().values():
         with pytest.raises(CompileError):
-            compiles(library, arch, render(plan).text)
+            compiles(library, arch, render(plan))
 
 
 def test_the_spread_needs_every_feature_and_calls_every_primitive() -> None:

@@ -40,6 +40,7 @@ def test_both_headers_offer_the_same_primitives() -> None:
         "u32 remote_address (const void* shared, u32 rank)",
         "u32 hadamard_signs ()",
         "Zeros hidden_zeros ()",
+        "Boxes boxes_of (const byte* boxes, u32 rows)",
         "u32 round_to_bfloat16 (u32 single)",
     }
 

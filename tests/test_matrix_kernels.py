@@ -58,7 +58,11 @@ CHOSEN = {
         Knobs(chunks=4, exchange_carrier="fp32", load="bulk", grid="persistent", stages=2),
     ],
     "n11008-k172-float16-fast": [Knobs(chunks=2, slabs=3, load="bulk"), Knobs(slabs=1, exchange_carrier="fp32")],
-    "n512-k16-float16-accurate": [Knobs(rows=4, warps=2, exchange_carrier="fp32", load="bulk")],
+    "n512-k16-float16-accurate": [
+        Knobs(rows=4, warps=2, exchange_carrier="fp32", load="bulk"),
+        Knobs(rows=4, warps=2, exchange_carrier="fp32", load="bulk", grid="persistent"),
+    ],
+    "n80-k80-bfloat16-fast": [Knobs(rows=16, slabs=5, load="cp_async")],
 }
 TURING = load_arch("sm75")
 SIGNED = [
@@ -75,7 +79,7 @@ VARIANTS = 3
 
 def chosen(key: str) -> list[Knobs]:
     choose = random.Random(key)
-    some = (draw(Problem.parse(key), choose) for _ in range(VARIANTS))
+    some = (draw(Problem.parse(key), choose, first="hadamard") for _ in range(VARIANTS))  # test_product.py has others
     return list(dict.fromkeys([*CHOSEN.get(key, ()), *some]))
 
 
@@ -291,12 +295,56 @@ NOT_LEGAL: list[tuple[str, dict[str, int | str], str]] = [
     ),
     ("n256-float16-fast", {"rows": 2}, "there is no matrix"),
 ]
+FIRST: dict[str, int | str] = {"first": "matrix", "load": "cp_async", "grid": "persistent", "stages": 3}
+NOT_LEGAL += [
+    (key, {**FIRST, **changes}, why)
+    for key, changes, why in [
+        ("n4096-float16-fast", {"chunks": 4, "warps": 4}, "there is no matrix (first must be hadamard)"),
+        ("n14336-k28-float16-fast", {"chunks": 2}, "a block has its warps for one row (chunks and warps must be 1)"),
+        ("n14336-k28-float16-fast", {"warps": 4}, "a block has its warps for one row (chunks and warps must be 1)"),
+        ("n14336-k28-float16-fast", {}, "a product has from 8 to 256 columns of a row (fold must be another"),
+        ("n80-k80-float16-fast", {}, "a product has from 8 to 256 columns of a row (fold must be another"),
+        ("n112-k7-float16-fast", {}, "a product has 64 or 128 or 256 columns, those of all its rows"),
+        ("n14336-k28-float16-fast", {"fold": 1, "rows": 2}, "a product has 64 or 128 or 256 columns"),
+        ("n14336-k28-float16-fast", {"fold": 1, "products": "in_turns"}, "four warps have all rows (products must"),
+        (
+            "n14336-k28-float16-fast",
+            {"first": "hadamard", "products": "in_turns"},
+            "all warps multiply what they have (products must be together)",
+        ),
+        ("n768-k12-bfloat16-to-int8_row_1536-accurate", {}, "a tile ends within a row of 1536"),
+        ("n14336-k28-float16-fast", {"fold": 1, "slabs": 2}, "where the matrix comes first, slabs must be 1"),
+        (
+            "n14336-k28-float16-fast",
+            {"fold": 1, "exchange_carrier": "fp32"},
+            "where the matrix comes first, exchange_carrier must be packed",
+        ),
+        ("n14336-k28-float16-fast", {"fold": 1, "load": "bulk"}, "where the matrix comes first, load must be cp_async"),
+        (
+            "n14336-k28-float16-fast",
+            {"fold": 1, "grid": "tiles", "stages": 1},
+            "where the matrix comes first, grid must be persistent",
+        ),
+        ("n14336-k28-float16-fast", {"fold": 1, "stages": 1}, "where the matrix comes first, stages must be 2 or 3"),
+        ("n44032-k172-float16-fast", {"fold": 2}, "more than 1024 threads per block (fold must be less)"),
+        ("n44032-k172-float16-fast", {}, "the matrix and its sums do not fit the registers (fold or min_blocks must"),
+        ("n20480-k80-signed-float16-fast", {"stages": 4, "min_blocks": 2}, "bytes of shared memory per SM (min_blocks"),
+        ("n32768-k128-float16-fast", {"stages": 4}, "bytes of shared memory per block (take fewer stages)"),
+        ("n14336-k28-float16-fast", {"first": "hadamard", "fold": 1}, "nothing is folded where H comes first"),
+        (
+            "n14336-k28-float16-fast",
+            {"first": "hadamard", "chunks": 4, "load": "bulk"},
+            "only boxes are loaded so far ahead (stages must be fewer)",
+        ),
+    ]
+]
 NOT_LEGAL_ON_TURING: list[tuple[str, dict[str, int | str], str]] = [
     ("n3584-k28-float16-accurate", {"exchange_carrier": "fp32"}, "the arch has no bf16x2_fma"),
     ("n3584-k28-float16-fast", {"load": "bulk"}, "the arch has no bulk_copy"),
     ("n80-k80-float16-fast", {"rows": 16, "load": "cp_async"}, "the arch has no cp_async"),
     ("n3584-k28-float16-fast", {"ahead": 8}, "the arch has no bulk copies to L2"),
     ("n3584-k28-float16-fast", {"trigger": "load"}, "the arch starts no kernel before the last one ends"),
+    ("n3584-k28-float16-fast", FIRST, "the arch has no wgmma (first must be hadamard)"),
 ]
 
 

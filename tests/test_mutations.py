@@ -26,6 +26,7 @@ FP16, BF16 = DType.FLOAT16, DType.BFLOAT16
 # All values in fp32 from the first mma on, and those between two mma in parts of bfloat16.
 WIDE: dict[str, Any] = {"butterfly_carrier": "fp32", "exchange_carrier": "fp32"}
 SPLIT = {"mma_carrier": "split", **WIDE}
+FIRST: dict[str, Any] = {"first": "matrix", "load": "cp_async", "grid": "persistent", "stages": 3}
 CHOICES: dict[str, tuple[Problem, Knobs]] = {
     "cluster exchange, bulk copies": (
         Problem.of(4096, FP16),
@@ -144,6 +145,8 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         Problem.of(8192, BF16),
         Knobs(2, 4, 4, mma_carrier="fp16", butterfly_carrier="fp32", far_bits="lanes", far_lanes="mma"),
     ),
+    "matrix first": (Problem.of(3072, BF16, order=12, signed=True), Knobs(fold=2, **FIRST)),
+    "matrix first, short rows": (Problem.of(320, FP16, order=20), Knobs(rows=8, **FIRST)),
     "pitched whole rows": (
         Problem.of(1024, FP16, rows="pitched"),
         Knobs(cluster=4, block_bits="load", mma_carrier="split"),
@@ -185,8 +188,23 @@ KERNEL_MUTATIONS = {
     "no commit": (r"cp_async_commit\(\);", ";"),
     "no barrier_wait": (r"(remote_)?barrier_wait\(.*\);", ";"),
     "wrong barrier_wait": (r"remote_barrier_wait", "barrier_wait"),
-    "no bulk_copy_fence": (r"bulk_copy_fence\(\);", ";"),
+    # After zeros, threads have another fence before their first product.
+    "no bulk_copy_fence": (r"(?<!zero16\(\)\);\n    )bulk_copy_fence\(\);", ";"),
     "no barrier_init": (r"barrier_init\(.*\);", ";"),
+    "no warp_sync before an arrival": (r"warp_sync\(\);(\s*if \(lane == 0\) barrier_arrive)", r"\1"),
+    "no arrival": (r"if \(lane == 0\) barrier_arrive\(.*\);", ";"),
+    "arrives too early": (r"(wait_for_product\(.*\);)(\s*warp_sync\(\);\s*if .*barrier_arrive.*)", r"\2 \1"),
+    "no wait for a product": (r"wait_for_product\(.*\);", ";"),
+    "no product": (r"multiply_boxes<T>\(.*\);", ";"),
+    "no zeros in a box": (r"shared_store16\(staged .*zero16\(\)\);", ";"),
+    "boxes askew": (r"boxes_in\(shared\)", "boxes_in(shared) + 128"),
+    "boxes not swizzled": (r"box_vector \^ box_row % 8", "box_vector"),
+    "a box not flipped": (r"flip_signs<T>\(shared_load16\(mine\), .*\)\);", "shared_load16(mine));"),
+    "not folded": (r"load_folded<\d", "load_folded<0"),
+    "rows of another slab": (r"\(warp < (\d) \? warp : 0\)", r"(\1 - 1 - warp)"),
+    "no sign of a difference": (r"one \* sign0 \* sign1", "one * sign1"),
+    "a difference the right way round": (r"-sign(0?), v\[a", r"sign\1, v[a"),
+    "no guard of a copy of rows": (r", copied_from \+ at < here\)", ", true)"),
     "parity never turns": (r"parity \^= 1", "parity ^= 0"),
     "stage never turns": (r"stage = stage \+ 1 == .*;", ";"),
     "wrong place of a stage": (r"stage \* (\d+)u", r"16u + stage * \1u"),
@@ -317,6 +335,13 @@ PRIMITIVE_MUTATIONS = {
         "(bits + (1ull << (dropped - 1)) - 1 + (bits >> dropped & 1)) >> dropped",
         "bits >> dropped",
     ),
+    "where boxes begin": ("matrix first", "- (reinterpret_cast<u64>(shared) & 1023u)", ""),
+    "arrival": ("matrix first", "machine::barrier_arrive(barrier);", ";"),
+    "sign of a folded operand": ("matrix first", "parity(r & c & inner) << 15", "0u"),
+    "sign of the next folded operand": ("matrix first", "parity(r & (c + 1u) & inner)", "parity(r & c & inner)"),
+    "place of a folded operand": ("matrix first", "j % 16u / 8u * 4u", "j % 16u / 8u * 2u"),
+    "machine, rows of a box": ("matrix first, short rows", "within / 8 ^ k % 8", "within / 8"),
+    "machine, boxes side by side": ("matrix first, short rows", "column / box_columns * depth + k", "k"),
     "machine, rows of A": ("one mma", "a[group + 8 * (i / each % 2)]", "a[group ^ 8 * (i / each / 2)]"),
     "machine, columns of A": ("one mma", "each * t + i % each + depth / 2 * (i / each / 2)", "each * t + i % each"),
     "machine, shuffle": ("one mma", "of(lane)->value = values[lane]", "of(lane)->value = values[lane & 15]"),

@@ -350,19 +350,19 @@ def test_failures_are_kept_and_optuna_learns_from_them(store: Store) -> None:
             for source, kernel in zip(sources, build(sources), strict=True)
         ]
 
-    report = tune(options(store, Wrong(), build=refuse_persistent, trials=25))
+    report = tune(options(store, Wrong(), build=refuse_persistent, trials=40))
     outcomes = Counter(trial.outcome for trial in store.trials())
     assert report.outcomes == outcomes
     assert min(outcomes[kind] for kind in (Outcome.OK, Outcome.WRONG_ANSWER, Outcome.COMPILE_FAILED)) > 0
     assert all(trial.detail == "no" for trial in store.trials(outcome=Outcome.COMPILE_FAILED))
     (name,) = optuna.get_all_study_names(store.url)
     kept = optuna.load_study(study_name=name, storage=store.url).trials
-    assert len(kept) == 25
+    assert len(kept) == 40
     pruned = [trial for trial in kept if trial.state is optuna.trial.TrialState.PRUNED]
-    assert len(pruned) == 25 - outcomes[Outcome.OK]
+    assert len(pruned) == 40 - outcomes[Outcome.OK]
     assert all(max(trial.constraints.values()) > 0 for trial in pruned)
-    tune(options(store, Wrong(), build=refuse_persistent, trials=25))
-    assert len(optuna.load_study(study_name=name, storage=store.url).trials) == 25, "none is kept twice"
+    tune(options(store, Wrong(), build=refuse_persistent, trials=40))
+    assert len(optuna.load_study(study_name=name, storage=store.url).trials) == 40, "none is kept twice"
 
 
 def test_optuna_takes_the_fastest_for_the_best(store: Store) -> None:

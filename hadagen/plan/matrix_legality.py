@@ -72,9 +72,9 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return None
-    if (columns := k.rows * c.problem.length >> k.fold) not in PRODUCT_COLUMNS:
-        numbers = ", ".join(map(str, PRODUCT_COLUMNS))
-        return f"a product has {numbers} columns, and not {columns} (rows must be others)"
+    if k.rows * c.problem.length >> k.fold not in PRODUCT_COLUMNS:
+        numbers = " or ".join(map(str, PRODUCT_COLUMNS))
+        return f"a product has {numbers} columns, those of all its rows (rows must be others)"
     if k.rows * c.problem.n % c.problem.unit:
         return f"a tile ends within a row of {c.problem.unit} (rows must be {c.problem.unit // c.problem.n} or more)"
     return None
@@ -163,9 +163,8 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
-    return c.beyond_limits(
-        k,
-        wide=False,
-        values="values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)",
-        fewer="rows",
-    )
+    if k.first == MATRIX_FIRST:
+        values = "the matrix and its sums do not fit the registers (fold or min_blocks must be another)"
+        return c.beyond_limits(k, wide=False, values=values, fewer="stages")
+    values = "values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)"
+    return c.beyond_limits(k, wide=False, values=values, fewer="rows")

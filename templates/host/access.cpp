@@ -12,7 +12,8 @@ void race(const char* does, i64 offset, const Stamp& other, const char* did) {
     const char* by = other.by == Stamp::several_threads  ? "other threads"
                      : other.by == Stamp::thread         ? nullptr
                      : other.by == Stamp::copy_under_way ? "a copy under way"
-                                                         : "a copy not waited for";
+                     : other.by == Stamp::product_under_way ? "a product under way"
+                                                            : "a copy not waited for";
     const Name first(m.running->who), second(by ? 0 : other.who);
     std::snprintf(m.report->first_race, sizeof m.report->first_race,
                   "%s %s byte %lld of shared memory, which %s %s, with no barrier in between", first.text, does, offset,
@@ -124,8 +125,8 @@ u32 shared_offset(const void* shared, u32 bytes, u32 alignment) {
     return u32(offset);
 }
 
-bool in_order(const Stamp& access) {
-    return happened_before(access, m.running->who, self->rank, m.running->clock);
+bool in_order(const Stamp& access, const Thread& thread = *m.running) {
+    return happened_before(access, thread.who, thread.rank, thread.clock);
 }
 
 Stamp stamp_now() {
@@ -133,7 +134,7 @@ Stamp stamp_now() {
     return {Stamp::thread,          thread.who,
             thread.rank,            1u << thread.clock.warp,
             thread.clock.warp_syncs, thread.clock.block_syncs, thread.clock.arrivals,
-            thread.clock.fences};
+            u32(thread.fences.size())};
 }
 
 // The cells of so many bytes.
@@ -141,9 +142,10 @@ template <class Note> void for_cells(u32 rank, u32 offset, u32 bytes, Note note)
     for (u32 at = offset; at < offset + bytes; at += word_bytes) note(m.blocks[rank].memory.cells[at / word_bytes], at);
 }
 
-void note_read(u32 rank, u32 offset, u32 bytes) {
+void note_read(u32 rank, u32 offset, u32 bytes, bool of_products = false) {
     i64 uninitialized = -1;  // the first such byte
-    const Stamp stamp = stamp_now();
+    Stamp stamp = stamp_now();
+    stamp.of_products = of_products;
     for_cells(rank, offset, bytes, [&](Cell& cell, u32 at) {
         if (cell.write.by == Stamp::nobody && uninitialized < 0) uninitialized = at;
         if (!in_order(cell.write)) race("reads", at, cell.write, "has written");
@@ -154,6 +156,7 @@ void note_read(u32 rank, u32 offset, u32 bytes) {
             now.warp_syncs = std::max(now.warp_syncs, cell.read.warp_syncs);
             now.fences = std::max(now.fences, cell.read.fences);
             now.arrivals = std::max(now.arrivals, cell.read.arrivals);
+            now.of_products &= cell.read.of_products;
         }
         cell.read = now;
     });
@@ -165,6 +168,9 @@ void note_read(u32 rank, u32 offset, u32 bytes) {
 }
 
 void note_write(u32 rank, u32 offset, u32 bytes, const Stamp& stamp) {
+    for (const Span& boxes : m.blocks[rank].memory.multiplied)
+        if (offset < boxes.offset + boxes.bytes && boxes.offset < offset + bytes)
+            race("writes", offset, {Stamp::product_under_way}, "reads");
     for_cells(rank, offset, bytes, [&](Cell& cell, u32 at) {
         if (!in_order(cell.write)) race("writes", at, cell.write, "has written");
         if (!in_order(cell.read)) race("writes", at, cell.read, "has read");
@@ -201,14 +207,19 @@ void end_copy(const Arrival& arrival, const Stamp& stamp) {
     for_cells(self->rank, offset, arrival.bytes, [&](Cell& cell, u32) { cell.write = stamp; });
 }
 
-// A thread of block `rank` that may have made this access and has called no bulk_copy_fence since; null where there is
-// none.
-const Thread* unfenced(u32 rank, const Stamp& access) {
-    const auto is_unfenced = [&](const Thread& thread) { return thread.clock.fences <= access.fences; };
+// A thread of block `rank` that may have made this access and has called no bulk_copy_fence since that `next` comes after;
+// null where there is none.
+const Thread* unfenced(u32 rank, const Stamp& access, const Thread& next = *m.running) {
+    const auto is_unfenced = [&](const Thread& thread) {
+        return thread.fences.size() <= access.fences || !in_order(thread.fences[access.fences], next);
+    };
+    if (access.of_products) return nullptr;
     if (access.by == Stamp::thread) return is_unfenced(m.threads[access.who]) ? &m.threads[access.who] : nullptr;
     if (access.by != Stamp::several_threads) return nullptr;
     const auto first = m.threads.begin() + rank * m.launch.threads, end = first + m.launch.threads;
-    const auto found = std::find_if(first, end, is_unfenced);
+    const auto found = std::find_if(first, end, [&](const Thread& thread) {
+        return access.warps >> thread.clock.warp & 1 && is_unfenced(thread);
+    });
     return found == end ? nullptr : &*found;
 }
 
@@ -261,21 +272,39 @@ void send(u32 rank, Barrier& barrier, const Arrival& arrival) {
 constexpr u32 box_columns = 64, box_row_bytes = 128, step_rows = 16;  // rows of a box for each step
 constexpr u32 swizzled_alignment = 1024;  // of boxes
 
-// The boxes that a warp's latest products read, which must be those of all its lanes.
-struct BoxesRead {
-    u32 offset, bytes;
-    explicit BoxesRead(const Thread* lanes) {
-        const Product& first = lanes[0].products.back();
-        bytes = 2 * first.count / box_columns * step_rows * first.steps * box_row_bytes;
-        for (u32 lane = 0; lane < warp_lanes; ++lane)
-            if (lanes[lane].products.back().boxes != first.boxes)
-                fail("%s multiplies other boxes than its warp", Name(lanes[lane].who).text);
-        offset = shared_offset(first.boxes, bytes, swizzled_alignment / 8);
-        if (reinterpret_cast<u64>(first.boxes) % swizzled_alignment)
-            fail("%s multiplies boxes at byte %u of shared memory, whose address is not a multiple of %u",
-                 Name(m.running->who).text, offset, swizzled_alignment);
-    }
-};
+// The boxes that a warp's latest product reads.
+Span boxes_read(const Thread* lanes) {
+    const Product& first = lanes[0].products.back();
+    const u32 bytes = 2 * first.count / box_columns * step_rows * first.steps * box_row_bytes;
+    return {shared_offset(first.boxes, bytes, swizzled_alignment / 8), bytes};
+}
+
+// They must be those of all lanes, and of the warps that carry out the product together.
+void check_boxes(const Thread* lanes) {
+    const byte* const boxes = lanes[0].products.back().boxes;
+    for (u32 lane = 0; lane < warp_lanes; ++lane)
+        if (lanes[lane].products.back().boxes != boxes)
+            fail("%s multiplies other boxes than its warp", Name(lanes[lane].who).text);
+    if (reinterpret_cast<u64>(boxes) % swizzled_alignment)
+        fail("%s multiplies boxes at byte %lld of shared memory, whose address is not a multiple of %u",
+             Name(lanes[0].who).text, i64(boxes - self->shared), swizzled_alignment);
+    if (m.launch.threads % (product_warps * warp_lanes))
+        fail("a product takes %d warps; a block has %u threads", product_warps, m.launch.threads);
+    auto& mine = m.warp().multiplied;
+    mine.push_back(boxes);
+    const Warp* const together = &m.warps[lanes[0].who / warp_lanes / product_warps * product_warps];
+    for (u32 warp = 0; warp < product_warps; ++warp)
+        if (together[warp].multiplied.size() >= mine.size() && together[warp].multiplied[mine.size() - 1] != boxes)
+            fail("%s multiplies other boxes than the warps beside it", Name(lanes[0].who).text);
+}
+
+// Lanes that stand for all of a warp: two, because one may have made an access itself, and those that know other things.
+std::vector<const Thread*> views(const Thread* lanes) {
+    std::vector<const Thread*> found{&lanes[0], &lanes[1]};
+    for (u32 lane = 2; lane < warp_lanes; ++lane)
+        if (!lanes[lane].clock.knows_as_much_as(lanes[0].clock)) found.push_back(&lanes[lane]);
+    return found;
+}
 
 // A lane's operand of a step is that of mma.m16n8k16. Its sums are those of rows lane / 4, then those of rows lane / 4 + 8;
 // of each, two neighbors of every eight columns.
@@ -379,6 +408,7 @@ void barrier_init(const u64* barrier) {
 
 void barrier_init(const u64* barrier, u32 arrivals) {
     barrier_init(barrier);
+    if (!arrivals) fail("%s initializes an mbarrier for no arrivals", Name(m.running->who).text);
     m.block().memory.barriers.back().needed = arrivals;
 }
 
@@ -387,8 +417,9 @@ void barrier_arrive(const u64* barrier) {
     Barrier& state = m.block().memory.barriers[barrier_at(self->rank, barrier)];
     const Clock& clock = m.running->clock;
     if (!state.needed) fail("%s arrives at an mbarrier that waits for bytes", Name(m.running->who).text);
-    for (u32 warp = 0; warp < max_warps; ++warp) state.arrived[warp] = std::max(state.arrived[warp], clock.arrived[warp]);
-    state.arrived[clock.warp] = std::max(state.arrived[clock.warp], clock.warp_syncs);
+    Known mine = clock.known;
+    mine.warp_syncs[clock.warp] = clock.warp_syncs;
+    state.arrived.add(mine);
     if (++state.arrived_so_far < state.needed) return;
     state.known = state.arrived;
     state.arrived_so_far = 0;
@@ -400,6 +431,7 @@ void barrier_expect(const u64* barrier, u32 bytes) {
     step();
     Barrier& state = m.block().memory.barriers[barrier_at(self->rank, barrier)];
     check_whole_vectors(bytes, "expects");
+    if (state.needed) fail("%s expects bytes at an mbarrier that counts arrivals", Name(m.running->who).text);
     if (state.expected || !in_order(state.ended))
         fail("%s expects bytes at an mbarrier before it knows that the last ones have landed",
              Name(m.running->who).text);
@@ -409,7 +441,7 @@ void barrier_expect(const u64* barrier, u32 bytes) {
 
 void bulk_copy_fence() {
     step();
-    ++m.running->clock.fences;
+    m.running->fences.push_back(stamp_now());
 }
 
 void bulk_prefetch(const void* global, u32 bytes) {
@@ -470,22 +502,25 @@ void barrier_wait(const u64* barrier, u32 parity, bool remote) {
     if (state.stored && !remote)
         fail("%s waits with barrier_wait for what blocks have stored; only remote_barrier_wait shows it",
              Name(m.running->who).text);
-    Clock& clock = m.running->clock;
-    clock.landed[b] = std::max(clock.landed[b], state.phases);
-    for (u32 warp = 0; warp < max_warps; ++warp) clock.arrived[warp] = std::max(clock.arrived[warp], state.known[warp]);
+    Known& known = m.running->clock.known;
+    known.add(state.known);
+    known.landed[b] = std::max(known.landed[b], state.phases);
 }
 
 void begin_product(const Product& product) {
     std::fill(product.sums, product.sums + product.count, std::numeric_limits<float>::quiet_NaN());
     m.running->products.push_back(product);
     meet_warp(at_product, nullptr, [](Thread* lanes) {
-        const BoxesRead read(lanes);
-        for_cells(self->rank, read.offset, read.bytes, [&](const Cell& cell, u32 at) {
-            if (!in_order(cell.write)) race("multiplies", at, cell.write, "has written");
-            else if (const Thread* const writer = unfenced(self->rank, cell.write))
-                fail("%s multiplies byte %u of shared memory, which %s has written with no bulk_copy_fence since",
-                     Name(m.running->who).text, at, Name(writer->who).text);
-        });
+        check_boxes(lanes);
+        const Span read = boxes_read(lanes);
+        for (const Thread* lane : views(lanes))
+            for_cells(self->rank, read.offset, read.bytes, [&](const Cell& cell, u32 at) {
+                if (!in_order(cell.write, *lane)) race("multiplies", at, cell.write, "has written");
+                else if (const Thread* const writer = unfenced(self->rank, cell.write, *lane))
+                    fail("%s multiplies byte %u of shared memory, which %s has written with no bulk_copy_fence since",
+                         Name(m.running->who).text, at, Name(writer->who).text);
+            });
+        m.block().memory.multiplied.push_back(read);
     });
 }
 
@@ -493,8 +528,12 @@ void end_product(const float* sums) {
     if (m.running->products.empty() || m.running->products.back().sums != sums)
         fail("%s waits for another product than its last", Name(m.running->who).text);
     meet_warp(at_product_end, nullptr, [](Thread* lanes) {
-        const BoxesRead read(lanes);
-        note_read(self->rank, read.offset, read.bytes);
+        const Span read = boxes_read(lanes);
+        auto& multiplied = m.block().memory.multiplied;
+        multiplied.erase(std::find_if(multiplied.begin(), multiplied.end(), [&](const Span& each) {
+            return each.offset == read.offset && each.bytes == read.bytes;
+        }));
+        note_read(self->rank, read.offset, read.bytes, true);
         multiply_boxes(lanes);
         for (u32 lane = 0; lane < warp_lanes; ++lane) lanes[lane].products.pop_back();
     });

@@ -83,6 +83,7 @@ void make_ready(u32 first, u32 count) {
 
 void run_kernel() {
     m.kernel(m.launch.arguments);
+    if (!m.running->products.empty()) fail("%s ends before its product", Name(m.running->who).text);
     m.running->waits_at = ended;
     --m.unfinished;
     run_next();
@@ -145,6 +146,7 @@ void begin_cluster(i64 first_block) {
         thread.plan_step = "";
         thread.copies.clear();
         thread.products.clear();
+        thread.fences.clear();
         thread.groups = 0;
         thread.synced = !launch.starts_early;
         thread.touched_shared = false;
@@ -163,6 +165,9 @@ void end_cluster() {
             if (barrier.came)
                 fail("block %lld ends while %u bytes are on their way to it",
                      m.threads[rank * m.launch.threads].block, barrier.came);
+    for (u32 warp = 1; warp < m.warps.size(); ++warp)
+        if (warp % product_warps && m.warps[warp].multiplied.size() != m.warps[warp - 1].multiplied.size())
+            fail("%s has not carried out as many products as the warp before it", Name(warp * warp_lanes).text);
     for (Warp& warp : m.warps) count_accesses(warp);
 }
 
@@ -251,7 +256,12 @@ void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
 
 void warp_sync() {
     meet_warp(at_warp_sync, nullptr, [](Thread* lanes) {
-        for (u32 lane = 0; lane < warp_lanes; ++lane) ++lanes[lane].clock.warp_syncs;
+        Known all;
+        for (u32 lane = 0; lane < warp_lanes; ++lane) all.add(lanes[lane].clock.known);
+        for (u32 lane = 0; lane < warp_lanes; ++lane) {
+            lanes[lane].clock.known = all;
+            ++lanes[lane].clock.warp_syncs;
+        }
     });
 }
 

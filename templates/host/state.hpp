@@ -28,6 +28,7 @@ struct Thread : Identity {
     const char* plan_step;  // its number and sentence; "" before the first
     void* operand;         // of a warp's collective, on this thread's stack
     std::vector<Product> products;  // that it has not waited for
+    std::vector<Stamp> fences;  // when it called each bulk_copy_fence
     std::vector<AsyncCopy> copies;
     u32 groups;  // of copies committed
     bool synced;  // with the kernels before this one
@@ -38,6 +39,7 @@ struct Warp {
     u32 waiting = 0;
     const char* meets_at = nullptr;
     WarpAccesses shared, global;
+    std::vector<const byte*> multiplied;  // the boxes of each of its products
 };
 
 struct Block {

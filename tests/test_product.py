@@ -1,0 +1,400 @@
+"""Kernels that multiply by the matrix first: their plans in float64, and the emitted source on the emulator."""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import run, sentence, succeed
+from real_compilers import is_there, needs_compiler, needs_nvrtc
+from sample_bundle import write_trials
+from sample_trials import make_kernel, make_timing, make_trial
+from slow import cases_of
+from spaces import ARCH, space_of
+from test_quantizer import TYPES
+from test_quantizing_kernels import check, emulated
+
+from hadagen.compiler import recipes
+from hadagen.compiler.cache import KernelCache
+from hadagen.compiler.codegen import render
+from hadagen.compiler.compilers import COMPILERS, Ptxas
+from hadagen.compiler.cubin import is_cubin
+from hadagen.compiler.emulator import HostModule, compile_host, verify
+from hadagen.compiler.ptx_version import lowered
+from hadagen.compiler.recipes import Recipe, closest_recipe, image_of, is_recipe_of
+from hadagen.compiler.toolchain import BuildFailure, Toolchain, assembled
+from hadagen.errors import UsageError
+from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import MATRIX_FIRST, Knobs
+from hadagen.plan.plan import Plan, interpret
+from hadagen.plan.space import Space, build_plan
+from hadagen.plan.steps.base import roundings
+from hadagen.plan.steps.product import PRODUCT_COLUMNS, Product
+from hadagen.problem.bits import decode
+from hadagen.problem.launch import Source
+from hadagen.problem.operands import kernel_operands, verification_operands
+from hadagen.problem.problem import ACCURATE_BOUND, DType, Problem
+from hadagen.problem.regimes import Cache, element_buckets
+from hadagen.problem.target import known_archs
+from hadagen.problem.trial import knobs_key
+from hadagen.truth.reference import transform
+from hadagen.tuner.estimate import shortlist
+from hadagen.tuner.transfer import estimated_winners
+from hadagen.tuning_db.bundle import Bundle
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A problem, and a choice for it."""
+
+    key: str
+    fold: int
+    stages: int
+    rows: int = 1
+    products: str = "together"
+
+    def __str__(self) -> str:
+        turns = ", in turns" * (self.products != "together")
+        return f"{self.key}, {self.rows} rows, fold {self.fold}, {self.stages} stages{turns}"
+
+    @property
+    def problem(self) -> Problem:
+        return Problem.parse(self.key)
+
+    @property
+    def plan(self) -> Plan:
+        knobs = {name: value for name, value in vars(self).items() if name != "key"}
+        return build_plan(self.problem, product_first(**knobs), ARCH)
+
+
+def product_first(**knobs: Any) -> Knobs:
+    return replace(Knobs(first=MATRIX_FIRST, load="cp_async", grid="persistent", stages=3), **knobs)
+
+
+# Every number of columns with every fold; matrices of whole operands and others, that fill all warps and not; rows of
+# every length that share a product.
+CHOICES = [
+    Choice("n768-k12-bfloat16-accurate", 0, 2),
+    Choice("n448-k7-float16-accurate", 0, 4),
+    Choice("n4096-k64-float16-fast", 0, 3),
+    Choice("n11008-k172-signed-float16-accurate", 0, 3),
+    Choice("n10240-k80-signed-bfloat16-fast", 0, 4),
+    Choice("n7168-k28-float16-accurate", 0, 4),
+    Choice("n1536-k12-signed-bfloat16-fast", 1, 4),
+    Choice("n4096-k16-float16-accurate", 1, 2),
+    Choice("n20480-k40-bfloat16-accurate", 1, 2),
+    Choice("n3072-k12-signed-float16-fast", 2, 2),
+    Choice("n14336-k28-bfloat16-accurate", 2, 3),
+    Choice("n12288-k12-signed-float16-accurate", 2, 4),
+    Choice("n6144-k12-bfloat16-fast", 3, 3),
+    Choice("n20480-k20-signed-float16-accurate", 3, 2),
+    Choice("n24576-k12-bfloat16-accurate", 3, 4),
+    Choice("n96-k12-signed-bfloat16-accurate", 0, 3, rows=32),
+    Choice("n112-k7-float16-fast", 0, 2, rows=4),
+    Choice("n640-k20-bfloat16-accurate", 0, 4, rows=8),
+    Choice("n768-k12-signed-float16-accurate", 0, 3, rows=2),
+    Choice("n192-k12-bfloat16-fast", 1, 2, rows=16),
+    Choice("n384-k12-signed-float16-accurate", 2, 3, rows=8),
+    Choice("n896-k28-bfloat16-accurate", 1, 3, rows=4),
+    Choice("n3072-k12-float16-accurate", 3, 2, rows=4),
+    Choice("n11008-k172-bfloat16-fast", 0, 4, products="in_turns"),
+    Choice("n7168-k28-signed-float16-accurate", 2, 2, 4, "in_turns"),
+]
+QUANTIZING = [
+    Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3),
+    Choice("n3072-k12-float16-to-int8_row_3072_convrot-accurate", 2, 2),
+    Choice("n11008-k172-signed-bfloat16-to-int4_row_11008-accurate", 0, 3),
+    Choice("n2560-k20-float16-to-fp8_row_2560-accurate", 1, 2),
+    Choice("n14336-k28-bfloat16-to-fp8_group_128-accurate", 2, 3),
+    Choice("n1536-k12-float16-to-fp8_group_128_column_major-accurate", 0, 2),
+    Choice("n6144-k12-bfloat16-to-fp8_group_64_rounded-accurate", 3, 3),
+    Choice("n3072-k12-bfloat16-to-fp8_tensor-accurate", 0, 4),
+    Choice("n768-k12-signed-float16-to-fp8_head-accurate", 0, 3),
+    Choice("n1536-k12-bfloat16-to-fp8_head_fa3_rounded-accurate", 1, 3),
+    Choice("n11008-k172-bfloat16-to-mxfp8_32_swizzled-accurate", 0, 2),
+    Choice("n1536-k12-signed-float16-to-mxfp8_32_column_major-accurate", 1, 4),
+    Choice("n7168-k28-bfloat16-to-mxfp4_32_qutlass-accurate", 0, 3),
+    Choice("n3072-k12-signed-bfloat16-to-mxfp4_32_swizzled-fast", 1, 3),
+    Choice("n1536-k12-float16-to-nvfp4_16-accurate", 1, 3),
+    Choice("n4096-k16-bfloat16-to-nvfp4_16_swizzled-accurate", 0, 2),
+    Choice("n2560-k20-float16-to-largest_32-accurate", 0, 3),
+    Choice("n192-k12-signed-bfloat16-to-int8_row_768-accurate", 0, 3, rows=8),
+    Choice("n384-k12-float16-to-mxfp8_32-accurate", 0, 3, rows=4),
+    Choice("n640-k20-bfloat16-to-nvfp4_16-accurate", 1, 2, rows=4),
+    Choice("n192-k12-float16-to-fp8_head-accurate", 1, 3, rows=16),
+    Choice("n11008-k172-float16-to-fp8_row_11008-accurate", 0, 2, products="in_turns"),
+]
+with_each = pytest.mark.parametrize("choice", CHOICES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def module(request: pytest.FixtureRequest) -> HostModule:
+    return compile_host([source_of(each) for each in cases_of(request, "choice")])
+
+
+@cache
+def source_of(choice: Choice) -> Source:
+    return render(choice.plan)
+
+
+@pytest.mark.parametrize("choice", [*CHOICES, *QUANTIZING], ids=str)
+def test_a_plan_computes_the_transform(choice: Choice) -> None:
+    problem, operands = choice.problem, verification_operands(choice.problem)
+    x = np.random.default_rng(0).standard_normal((3 * choice.rows, problem.n))
+    wanted = transform(problem, x, 0.25, operands)
+    assert np.allclose(interpret(choice.plan, x, 0.25, operands), wanted, rtol=0, atol=1e-12 * np.abs(wanted).max())
+
+
+@with_each
+def test_a_kernel_rounds_once(choice: Choice, module: HostModule) -> None:
+    at = CHOICES.index(choice)
+    errors = verify(choice.problem, source_of(choice), module=module, in_place=at % 2 == 0, order_seed=at % 3)
+    assert {name: error for name, error in errors.items() if error > ACCURATE_BOUND[choice.problem.io.input]} == {}
+
+
+@with_each
+def test_any_number_of_rows(choice: Choice, module: HostModule) -> None:
+    """No tile for the second of two blocks, fewer than stages, and more; tiles that lack rows."""
+    problem, source = choice.problem, source_of(choice)
+    operands = verification_operands(problem)
+    tiles = (1, 2, 3, 5, 2 * choice.stages + 1)
+    counts = dict.fromkeys(
+        each for most in tiles for each in (most * choice.rows - choice.rows // 2, most * choice.rows)
+    )
+    for number, rows in enumerate(counts):
+        x = np.random.default_rng(rows).integers(0, 1 << 14, (rows, problem.n), np.uint16)  # small finite numbers
+        exact = transform(problem, decode(problem.io.input, x), 2.0**-6, operands)
+        out = x if number % 2 else np.full_like(x, 0xFFFF)
+        launch = replace(source.launch, tile_elements=source.launch.tile_elements // (1 + (rows <= choice.rows)))
+        report = module.run(
+            source.entry,
+            launch,
+            x.ravel(),
+            out.ravel(),
+            scale=2.0**-6,
+            operands=kernel_operands(problem, operands),
+            order_seed=number,
+        )
+        assert (report.complaint, report.uninitialized_reads) == ("", 0), rows
+        assert (report.bank_conflicts, report.excess_sectors) == (0, 0)
+        half = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}[problem.io.input]  # of the last bit
+        found = decode(problem.io.input, out)
+        assert np.allclose(found, exact, rtol=1.001 * half, atol=1e-5 * np.abs(exact).max()), rows
+
+
+@with_each
+def test_nan_and_infinity_fill_their_row_and_no_other(choice: Choice, module: HostModule) -> None:
+    problem, source = choice.problem, source_of(choice)
+    operands = kernel_operands(problem, verification_operands(problem))
+    infinity = {DType.FLOAT16: 0x7C00, DType.BFLOAT16: 0x7F80}[problem.io.input]
+    x = np.random.default_rng(0).integers(0, 1 << 14, (6 + choice.rows, problem.n), np.uint16)
+    spoiled = x.copy()
+    spoiled[2, problem.n // 3] = infinity + 1  # NaN
+    spoiled[5, -1] = infinity
+    sound, found = np.zeros_like(x), np.zeros_like(x)
+    for given, into in ((x, sound), (spoiled, found)):
+        module.run(source.entry, source.launch, given.ravel(), into.ravel(), scale=0.0625, operands=operands)
+    others = [row for row in range(len(x)) if row not in (2, 5)]
+    assert np.array_equal(sound[others], found[others])
+    assert np.isnan(decode(problem.io.input, found[2])).all()
+    assert not np.isfinite(decode(problem.io.input, found[5])).any()
+
+
+def test_signs_may_be_left_out() -> None:
+    choice = next(each for each in CHOICES if each.problem.transform.signed)
+    problem, source = choice.problem, source_of(choice)
+    kernel = compile_host([source])
+    x = np.random.default_rng(0).integers(0, 1 << 14, (2, problem.n), np.uint16)
+    plain = {name: each for name, each in verification_operands(problem).items() if name == "matrix"}
+    positive, results = np.zeros(problem.n // 8, np.uint8), []
+    for signs in (0, positive):
+        given = {**kernel_operands(problem, plain), "signs_before": signs, "signs_after": signs}
+        results.append(np.zeros_like(x))
+        kernel.run(source.entry, source.launch, x.ravel(), results[-1].ravel(), scale=0.125, operands=given)
+    assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize("choice", QUANTIZING, ids=str)
+def test_codes_and_scales_are_those_of_the_quantizer(choice: Choice, module: HostModule) -> None:
+    """Of rows of few small integers, whose values are exact in fp32."""
+    problem, source = choice.problem, source_of(choice)
+    numbers, dtype = np.random.default_rng(0), TYPES[choice.problem.io.input.value]
+    columns = max(problem.unit, 128 // problem.unit * problem.unit)
+    rows = (2 * choice.stages + 1) * choice.rows * problem.n // columns + 1
+    x = torch.zeros(rows, columns)
+    places = torch.from_numpy(numbers.integers(0, columns, (rows, 6)))
+    x.scatter_(1, places, torch.from_numpy(numbers.integers(-15, 16, (rows, 6)).astype(np.float32)))
+    operands = verification_operands(problem)
+    exact = transform(problem, x.double().numpy().reshape(-1, problem.n), 0.25, operands)
+    y = torch.from_numpy(exact).float().view(rows, columns)
+    check(problem, emulated(problem, source, module, x.to(dtype), 0.25, **kernel_operands(problem, operands)), y, dtype)
+
+
+@pytest.mark.parametrize("choice", QUANTIZING, ids=str)
+def test_codes_of_every_class_of_input_are_within_the_bound(choice: Choice, module: HostModule) -> None:
+    errors = verify(choice.problem, source_of(choice), 2, module=module)
+    assert {name: error for name, error in errors.items() if not error <= choice.problem.error_bound} == {}
+
+
+def test_all_ways_through_the_kernel_are_tried() -> None:
+    plans = [(each, each.plan) for each in CHOICES]
+    products = [(each, plan, plan.tile) for each, plan in plans if isinstance(plan.tile, Product)]
+    assert len(products) == len(CHOICES)
+    assert {(each.fold, tile.columns(plan)) for each, plan, tile in products if each.rows == 1} == {
+        (fold, columns) for fold in range(4) for columns in PRODUCT_COLUMNS
+    }
+    assert {tile.length(plan) for each, plan, tile in products if each.rows > 1} == {8, 16, 32, 64}
+    both = {True, False}
+    for fold in range(4):
+        some = [(each, plan, tile) for each, plan, tile in products if each.fold == fold]
+        assert {plan.problem.transform.signed for _, plan, _ in some} == both
+        assert {plan.problem.io.input for _, plan, _ in some} == {DType.FLOAT16, DType.BFLOAT16}
+    assert {each.stages for each in CHOICES} == {2, 3, 4}
+    assert {tile.order(plan) % 16 > 0 for _, plan, tile in products} == both
+    assert {tile.order(plan) % 64 > 0 for _, plan, tile in products} == both
+    assert {(plan.warps > 4, tile.in_turns) for _, plan, tile in products} == {
+        (False, False),
+        (True, False),
+        (True, True),
+    }
+    # Whether all threads copy as many vectors.
+    assert {tile.order(plan) % (4 * plan.warps) > 0 for _, plan, tile in products} == both
+    forms = [each.problem.io.form for each in QUANTIZING]
+    assert {form.layout.value for form in forms if form} >= {"row-major", "column-major", "swizzled"}
+    assert {form.rounded for form in forms if form} == both
+
+
+def test_fast_and_accurate_have_the_same_kernel() -> None:
+    for choice in CHOICES[:4]:
+        other = {"fast": "accurate", "accurate": "fast"}[choice.problem.io.numerics.value]
+        twin = replace(choice, key=re.sub("(fast|accurate)$", other, choice.key))
+        plans = choice.plan, twin.plan
+        assert plans[0].steps == plans[1].steps
+        assert plans[0].arithmetic == plans[1].arithmetic
+        bodies = [re.sub(r"^.*//.*$", "", source_of(each).text_to_compile, flags=re.M) for each in (choice, twin)]
+        assert bodies[0] == bodies[1]
+
+
+def test_the_result_has_the_only_rounding() -> None:
+    for choice in CHOICES:
+        assert roundings(choice.plan.steps) == 1.0
+        assert sum(step.name == "Round" for step in choice.plan.steps) == 1
+    for choice in QUANTIZING:
+        assert roundings(choice.plan.steps) == float(choice.problem.io.form.rounds_first)  # type: ignore[union-attr]
+
+
+KEY = "n1536-k12-bfloat16-accurate"
+
+
+@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm100", "sm120"])
+def test_no_other_arch_has_the_instruction(arch: str) -> None:
+    problem, other = Problem.parse(KEY), load_arch(arch)
+    with pytest.raises(UsageError, match=re.escape("the arch has no wgmma (first must be hadamard)")):
+        build_plan(problem, product_first(), other)
+    space = Space(problem, other)
+    assert {knobs.first for knobs in (*space.legal, *space.seeds())} <= {"hadamard"}
+
+
+@pytest.mark.parametrize("key", [KEY, "n12288-k12-float16-fast", "n768-k12-signed-bfloat16-to-mxfp4_32-accurate"])
+def test_searches_choose_it_too(key: str) -> None:
+    problem = Problem.parse(key)
+    first = [knobs for knobs in space_of(problem).legal if knobs.first == MATRIX_FIRST]
+    plans = [build_plan(problem, knobs, ARCH) for knobs in first]
+    assert len({plan.digest for plan in plans}) == len(plans) > 0
+    folds = {fold for fold in range(4) if 8 <= problem.length >> fold <= PRODUCT_COLUMNS[-1]}
+    wanted = {(fold, stages) for fold in folds for stages in (2, 3, 4)}
+    assert {(knobs.fold, knobs.stages) for knobs in first} == wanted
+    seeds = space_of(problem).seeds()
+    assert {(knobs.fold, knobs.stages) for knobs in seeds if knobs.first == MATRIX_FIRST} == wanted
+    assert all(plan.launch.shared_bytes <= ARCH.limits.shared_per_block for plan in plans)
+    assert all("CrossButterflies" in [step.name for step in plan.steps] for plan in plans)
+
+
+# ---- instructions of one arch ----------------------------------------------------------------------------------------
+SMALL = Choice("n768-k12-bfloat16-accurate", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "told"), [("sm_90", "sm_90a"), ("sm_90a", "sm_90a"), ("sm_100f", "sm_100a"), ("sm_120", "sm_120a")]
+)
+def test_compilers_are_told_a_target_that_has_them(target: str, told: str) -> None:
+    source = source_of(SMALL)
+    assert source.specific
+    assert source.compiled_for(target) == told
+    assert replace(source, specific=False).compiled_for(target) == target
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", COMPILERS)
+def test_it_compiles_and_its_ptx_assembles(kind: str, tmp_path: Path) -> None:
+    if not is_there(kind):
+        pytest.skip(f"no {kind} is here")
+    toolchain, source = Toolchain(COMPILERS[kind].find(), cache=KernelCache(tmp_path)), source_of(SMALL)
+    assert toolchain.key(source, ARCH) != toolchain.key(replace(source, specific=False), ARCH)
+    (made,) = toolchain.build_all([source], ARCH)
+    ptx = lowered(made.ptx.decode())
+    assert re.findall(r"^\.(?:version|target) (\S+)$", ptx, re.M) == ["8.0", "sm_90a"]
+    if is_there("nvcc"):
+        again = assembled([replace(made, ptx=ptx.encode())], ARCH, Ptxas.find())[made.digest]
+        assert is_cubin(again.cubin)
+    (failed,) = toolchain.build([replace(source, specific=False)], ARCH)
+    assert isinstance(failed, BuildFailure)
+    assert "not supported on .target 'sm_90'" in failed.summary
+
+
+@needs_nvrtc
+def test_its_recipe_is_compiled_for_that_arch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "_roots", [tmp_path])
+    recipe = Recipe(SMALL.problem, product_first(stages=2).to_dict(), "sm90", SMALL.plan.launch)
+    for target in ("sm95", "sm100", "sm121", "sm130"):  # two of these are not known
+        with pytest.raises(UsageError, match=f"the recipe needs wgmma, which {target} lacks; tune for it$"):
+            image_of(recipe, target)
+    assert is_cubin(image_of(recipe, "sm90"))
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm100", "sm121"])
+def test_the_recipe_for_another_arch_has_h_first(arch: str) -> None:
+    knobs = knobs_key(product_first(stages=2).to_dict())
+    other = closest_recipe(SMALL.problem, knobs, arch)
+    assert other
+    assert other.knobs["first"] == "hadamard"
+    same = closest_recipe(SMALL.problem, knobs, "sm90")
+    assert same
+    assert same.knobs == product_first(stages=2).to_dict()
+
+
+def test_estimates_for_other_archs_never_propose_it(tmp_path: Path) -> None:
+    trial = make_trial(
+        problem=SMALL.problem,
+        knobs=product_first(stages=2).to_dict(),
+        kernel=make_kernel(launch=SMALL.plan.launch),
+        timings=tuple(make_timing(elements=element_buckets(SMALL.problem)[0], cache=cache) for cache in Cache),
+    )
+    for name in set(known_archs()) - {"sm90"}:
+        arch = load_arch(name)
+        assert all(knobs.first == "hadamard" for knobs in shortlist(Space(SMALL.problem, arch), 4)), name
+        assert not is_recipe_of(replace(trial, arch=name))
+    assert is_recipe_of(trial)
+    source = Bundle.open(write_trials(tmp_path / "sm90.db", [trial]))
+    source.verify()
+    assert {entry.knobs["first"] for entry in source.all_entries()} == {MATRIX_FIRST}
+    estimated, _ = estimated_winners(source, load_arch("sm100"))
+    assert {each.knobs["first"] for each in estimated.values()} == {"hadamard"}
+
+
+KNOBS = "first=matrix,load=cp_async,grid=persistent,stages=2"
+
+
+def test_emit_names_the_target_that_has_it() -> None:
+    text = succeed("emit", "--problem", SMALL.key, "--knobs", KNOBS, "--standalone")
+    assert " -arch=sm_90a -cubin " in text
+    assert "Launch min(ceil(elements / 768), as many as the GPU holds at once) blocks of 128 threads." in text
+    said = sentence(run("emit", "--arch", "sm100", "--problem", SMALL.key, "--knobs", "first=matrix"), 2)
+    assert said.endswith("the arch has no wgmma (first must be hadamard)")
+    report = json.loads(succeed("emit", "--space", "--problem", SMALL.key, "--json"))
+    assert report["legal"] + sum(report["reasons"].values()) == report["total"]
