@@ -46,7 +46,7 @@ BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stop
 # in uneven rows, a few elements have nearly all of the norm.
 ELEMENTS = 4 * NORMAL_ELEMENTS
 # Kernels that differ in one of these differ much.
-_SHAPE = attrgetter("chunks", "warps", "cluster", "low_bits", "butterfly_carrier")
+_SHAPE = attrgetter("chunks", "warps", "cluster", "first", "low_bits", "butterfly_carrier")
 ORDER_SEED = 2  # for a random order of the emulator's threads
 
 

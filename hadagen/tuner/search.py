@@ -361,11 +361,11 @@ class _Search:
         # The search starts with its knobs.
         oldest = (problem.parent if _is_like_its_parent(problem) else None) or problem
         if oldest not in self._seeds and len(self._stored[problem]) < self._share(problem):
-            if options.time_budget and options.known.get(problem):
-                # The cost model ranks thousands of knobs within seconds, which are worth more trials near winners.
-                guessed = tuple(Space(oldest, options.arch).seeds()[:SEEDS])
-            elif options.guess:
+            if options.guess:
                 guessed = options.guess(oldest, wait)
+            elif options.time_budget and not self._estimated:
+                # The cost model takes seconds to rank the knobs of a problem, the time of several trials.
+                guessed = tuple(Space(oldest, options.arch).seeds()[:SEEDS])
             else:
                 guessed = first_guesses(oldest, options.arch, self._trials, estimated=self._estimated)
             if guessed is None:
