@@ -35,6 +35,7 @@ from refresh_formats import (
     passes_table,
     quantized_parts_table,
     quantizing_headline,
+    rotations_on_h100_table,
     torchao_numbers,
 )
 from refresh_markdown import wrapped
@@ -67,6 +68,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "libraries": numbers(times) if times else files.NO_DATA,
             "h200": h200_table(),
             "products": products_table(),
+            "rotations-h100": rotations_on_h100_table(),
             "passes": passes_table(),
             "torchao": torchao_numbers(),
             "formats": formats_table(),

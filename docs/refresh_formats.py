@@ -55,6 +55,24 @@ def formats_table() -> str:
     return grid("l" + "r" * len(titles), ["format, group size; n", *titles], table)
 
 
+def rotations_on_h100_table() -> str:
+    """The speed as a fraction of copy of the winners with a matrix on an H100, with and without a quantizer."""
+    if not files.OURS.exists():
+        return files.NO_DATA
+    rows = [row for quantized in (False, True) for row in shipped_rows(files.OUR_GPU, quantized=quantized)]
+    times = {place: us for place, us in _times(rows).items() if place[0].transform.has_matrix}
+    table = []
+    for problem in sorted({problem for problem, _, _ in times}, key=lambda problem: (problem.n, problem.key)):
+        cells = []
+        for _, nominal, cache in REGIMES[1:]:
+            us, copy_us = times.get((problem, timed_elements(problem, nominal), cache), (None, None))
+            cells.append(number(us and copy_us and copy_us / us))
+        form = problem.io.form.name if problem.io.form else problem.io.input.value
+        table.append([problem.transform.size, form, problem.io.numerics.value, *cells])
+    titles = [title for title, _, _ in REGIMES[1:]]
+    return grid("lll" + "r" * len(titles), ["n = K · 2^m", "to", "numerics", *titles], table)
+
+
 def accurate_codes_table() -> str:
     """How long accurate kernels take beside fast ones, and how many codes of both differ from those of exact values."""
     if not (files.ACCURATE_CODES.exists() and files.CODES.exists()):

@@ -92,6 +92,7 @@ PARTS = {
         "libraries",
         "h200",
         "products",
+        "rotations-h100",
         "formats",
         "codes",
         "passes",
