@@ -31,6 +31,13 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no make had started the tests: it hands its options and variables on."""
+    for name in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def commands(target: str, venv: Path, *variables: str) -> str:
     """What make would run."""
     command = ["make", "-n", target, f"VENV={venv}", *variables]
