@@ -185,7 +185,7 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     begin, end = refresh.markers("speed")
     assert readme.startswith(f"before\n{begin}\n![")
     said = "1.00 times as fast as HadaCore (6 cells) and 1.00 times as fast as fast-hadamard-transform (6 cells)"
-    assert f"- **The transform** is {said} on an H100." in text_of(readme)
+    assert f"- **The transform** is {said} on an H100, from n = 128 on." in text_of(readme)
     assert f"\n{end}\n" in readme
     assert readme.endswith("\nafter\n")
     worst = "float16, n = 128, 64 K elements, in-place, hot"
