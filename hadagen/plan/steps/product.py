@@ -27,7 +27,19 @@ from hadagen.plan.layout import (
     scatter,
     swaps,
 )
-from hadagen.plan.steps.base import FP32, PACKED, WARP_BYTES, Coordinates, Cost, Draft, Region, Roundings, Step, Tile
+from hadagen.plan.steps.base import (
+    FP32,
+    PACKED,
+    WARP_BYTES,
+    WARP_VECTOR_BYTES,
+    Coordinates,
+    Cost,
+    Draft,
+    Region,
+    Roundings,
+    Step,
+    Tile,
+)
 from hadagen.plan.steps.matrix import OPERAND_SIDE, VECTOR, of_vector
 from hadagen.plan.steps.memory import Load
 from hadagen.problem.operands import MATRIX, SIGNS
@@ -70,7 +82,7 @@ class LoadBoxes(Load):
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         vectors = plan.tile.vectors(plan)
-        return Cost(3 * vectors + 30, shared_bytes=vectors * 16 * 32, waits={"shared": 1, "block sync": 1})
+        return Cost(3 * vectors + 30, shared_bytes=vectors * WARP_VECTOR_BYTES, waits={"shared": 1, "block sync": 1})
 
 
 @dataclass(frozen=True)
@@ -164,19 +176,18 @@ class Product(Step, Tile):
         return "matrix of the transform" + (f", which takes in bits {bits}" if bits else "")
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
-        order, columns = self.order(plan), self.columns(plan)
-        box_bytes = _BOX_ROW_BYTES * self._padded(plan)
         # A power of two of the scale goes to the matrix, so that sums stay in the range of fp32.
-        power = {"factor": 1, "power": (plan.problem.n - 1).bit_length()} if self._takes_power(plan) else {}
+        power = (
+            {"factor": 1, "power": (plan.problem.n - 1).bit_length()} if plan.problem.io.input is DType.BFLOAT16 else {}
+        )
         return {
             "fold": self.fold,
-            "order": order,
-            "columns": columns,
+            "order": self.order(plan),
             "length": self.length(plan),
             "steps": self.operands_in_slab(plan),
             "padded": self._padded(plan),
-            "box_bytes": box_bytes,
-            "boxes": columns // BOX_COLUMNS,
+            "box_bytes": _BOX_ROW_BYTES * self._padded(plan),
+            "boxes": self.columns(plan) // BOX_COLUMNS,
             "rows_at_once": 32 * plan.warps // 8,  # of a box, in each of which eight threads copy
             "slabs_given": -(-plan.problem.order // OPERAND_SIDE),
             "stages": plan.load.stages,
@@ -185,12 +196,13 @@ class Product(Step, Tile):
             **power,
         }
 
-    def _takes_power(self, plan: Draft) -> bool:
-        return plan.problem.io.input is DType.BFLOAT16
-
     def _padded(self, plan: Draft) -> int:
         """Rows of a box: those of X, and rows of zeros to whole operands."""
         return OPERAND_SIDE * self.operands_in_slab(plan)
+
+    def _fills_warps(self, plan: Draft) -> bool:
+        """Whether the matrix has all rows that the warps multiply by."""
+        return self.order(plan) % PRODUCT_ROWS == 0
 
     # ---- as the tile -------------------------------------------------------------------------------------------------
     def held_from(self, plan: Draft) -> int:
@@ -231,7 +243,7 @@ class Product(Step, Tile):
         }
 
     def rows_apart(self, plan: Draft) -> Coordinates:
-        if self.order(plan) % PRODUCT_ROWS == 0:
+        if self._fills_warps(plan):
             return {}
         return {
             kind: {
@@ -264,7 +276,7 @@ class Product(Step, Tile):
             "store_vector": of_vector(coordinates) or "0",
             # The row of vector i; "" if the matrix has all rows.
             "stored_row": ""
-            if self.order(plan) % PRODUCT_ROWS == 0
+            if self._fills_warps(plan)
             else add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), of_vector(rows)),
         }
 
