@@ -10,13 +10,13 @@ from statistics import geometric_mean
 
 from hadagen.errors import UsageError
 from hadagen.problem.problem import Problem
-from hadagen.problem.regimes import Cache, Destination
+from hadagen.problem.regimes import LOSS, Cache, Destination
 from hadagen.problem.trial import Provenance
 from hadagen.report.names import device_name
 from hadagen.report.sources import Source
 from hadagen.tuning_db.bundle import BundleEntry
 
-ALIKE = 1.02  # times that differ by a smaller factor are alike: two measurements of one kernel differ as much
+ALIKE = 1 + LOSS  # times that differ by a smaller factor are alike
 VERDICTS = ("faster", "slower", "alike", "only in the first", "only in the second")
 
 
