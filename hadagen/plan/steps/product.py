@@ -108,6 +108,7 @@ class Product(Step, Tile):
     holds_all = True
     is_product = True
     flips = (True, False)
+    warps_part = True
 
     def order(self, plan: Draft) -> int:
         """Rows of the matrix that it multiplies by."""
@@ -271,6 +272,7 @@ class Product(Step, Tile):
         return {
             "stages_from": self.template,
             "m": self.view(plan, 0),
+            "shares_peaks": plan.footprint.size("peaks") > 0,
             "vectors": self.eights(plan),
             "stored_at": add(*(scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))),
             "store_vector": of_vector(coordinates) or "0",

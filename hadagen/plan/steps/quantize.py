@@ -133,8 +133,9 @@ class Largest(Step):
     holds_all = True
 
     def regions(self, plan: Draft) -> Iterator[Region]:
-        """The memory for the maxima of a group, through which the warps that have its values share them."""
-        yield Region("peaks", Groups.of(plan).shared_bytes)
+        """The memory for the maxima of a group, through which the warps that have its values share them. Where warps
+        may part, the maxima of one tile and of the next have memory of their own."""
+        yield Region("peaks", Groups.of(plan).shared_bytes << plan.tile.warps_part)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         form = plan.problem.io.form
@@ -165,6 +166,7 @@ class Largest(Step):
             "place": scatter("warp", _numbers(groups.warps)) or "0",
             "some_lanes": sum(digit.stride for digit in groups.lanes),
             "peaks_offset": plan.footprint.offset("peaks"),
+            "in_turn": groups.shared_bytes if plan.tile.warps_part else 0,
         }
 
 
