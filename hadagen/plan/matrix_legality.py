@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadagen.plan.knobs import HADAMARD, KNOBS, MATRIX_FIRST, Knobs, KnobValue
+from hadagen.plan.knobs import HADAMARD, IN_TURNS, KNOBS, MATRIX_FIRST, Knobs, KnobValue
 from hadagen.plan.legality import RULES, Context, Rules, Why, footprint
 from hadagen.plan.steps.base import PACKED, Draft
 from hadagen.plan.steps.matrix import COLUMN_BITS, VECTOR, Matrix, Multiplies
@@ -65,7 +65,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return "all warps multiply what they have"
     draft, _ = _draft(c, k)
-    return "four warps have all rows" if draft.warps == WARPS else None
+    return "four warps have all rows" if draft.warps == WARPS and k.products == IN_TURNS else None
 
 
 @MATRIX_RULES.rule("rows")
