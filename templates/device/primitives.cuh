@@ -565,5 +565,7 @@ template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) {
 #pragma unroll
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// The same if it was begun. ptxas lets other instructions run beside a product only if every path waits for it.
+template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count], bool) { wait_for_product(d); }
 
 }  // namespace hadagen
