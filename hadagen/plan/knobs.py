@@ -89,8 +89,8 @@ class Knobs:
     fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
     products: str = _knob(
         (TOGETHER, IN_TURNS, AHEAD),
-        "whether warps of one block begin their products by the matrix together, in turns, or a tile ahead of the steps "
-        "after them, where it comes first",
+        "whether warps of one block begin their products by the matrix together, in turns, or a tile ahead of the "
+        "steps after them, where it comes first",
         with_matrix=True,
         estimated=1,
     )

@@ -22,6 +22,7 @@ from hadagen.problem.operands import SCALES, TENSOR_SCALE
 
 _BIT = 2  # the radix of a bit
 _SIGNS_OF_BYTE = 8
+_LANE_BITS = 5
 _WORDS = 4  # of shared memory that are read at once
 # Instructions for each element, to encode it, on a GPU with conversions to the type.
 _ENCODED = {Element.E4M3: 1.5, Element.E2M1: 8.0, Element.INT8: 4.0, Element.INT4: 5.0, Element.NONE: 0.0}
@@ -167,6 +168,8 @@ class Largest(Step):
             "some_lanes": sum(digit.stride for digit in groups.lanes),
             "peaks_offset": plan.footprint.offset("peaks"),
             "in_turn": groups.shared_bytes if plan.tile.warps_part else 0,
+            # Whether an instruction finds the largest of a warp. Kernels whose warps go together are older than its use.
+            "reduces": plan.tile.warps_part and len(groups.lanes) == _LANE_BITS,
         }
 
 
