@@ -56,7 +56,7 @@ class Prologue:
 
     def numbers(self, units_in_row: int) -> dict[str, int]:
         """The values of `params` by name. units_in_row: how many times `Problem.unit` elements a row of its result
-        has, which is 1 if the format has one scale for a row."""
+        has, which is 1 if a row has one scale."""
         return {}
 
     @property
@@ -220,7 +220,7 @@ class Activated(Prologue):
         return self.multiplies and self.layout == "halves"
 
     def params(self, problem: Problem) -> tuple[Param, ...]:
-        whole = problem.io.form is not None and problem.io.form.group == ROW
+        whole = problem.io.form is not None and problem.io.form.groups == (ROW,)
         names = ["units_in_row"] * (self.is_halved and not whole) + ["limit", "alpha", "beta"] * self.clamped
         return tuple(Param("u32", name) for name in names)
 
