@@ -168,7 +168,7 @@ class Largest(Step):
             "some_lanes": sum(digit.stride for digit in groups.lanes),
             "peaks_offset": plan.footprint.offset("peaks"),
             "in_turn": groups.shared_bytes if plan.tile.warps_part else 0,
-            # Whether an instruction finds the largest of a warp. Kernels whose warps go together are older than its use.
+            # Whether one instruction finds the amax of a warp. The text of older kernels has shuffles instead.
             "reduces": plan.tile.warps_part and len(groups.lanes) == _LANE_BITS,
         }
 
