@@ -311,10 +311,10 @@ def _activated() -> dict[str, Activated]:
                 *([Activated(activation, False, arithmetic=how)] if activation else ()),
                 *(Activated(activation, layout=layout, arithmetic=how) for layout in LAYOUTS),
             ):
-                found[each.name] = each
+                found.setdefault(each.name, each)
         for layout in LAYOUTS:
             each = Activated("silu", True, layout, True, how, *SAMPLE)
-            found[each.name] = each
+            found.setdefault(each.name, each)
     return found
 
 
