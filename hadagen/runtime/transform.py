@@ -67,9 +67,10 @@ def hadamard_transform(
     The function is differentiable in x, any number of times. It runs on the current stream of x's device.
 
     Raises TypeError if x, out, scale, a flag or before is of a wrong type; `UsageError`, a ValueError, for a bad scale
-    or numerics, and for inplace=True where x is wider than the result; `TensorError`, also a RuntimeError, for a tensor that cannot be transformed or written; `DeviceError` if
-    the GPU refuses the launch, or has no kernels that give the same bits in every call; `StorageError` if
-    HADAGEN_BUNDLE names a file that is damaged or no bundle. Nothing is written before all arguments are checked.
+    or numerics, and for inplace=True where x is wider than the result; `TensorError`, also a RuntimeError, for a tensor
+    that cannot be transformed or written; `DeviceError` if the GPU refuses the launch, or has no kernels that give the
+    same bits in every call; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle. Nothing is
+    written before all arguments are checked.
     """
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
