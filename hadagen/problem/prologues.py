@@ -29,6 +29,7 @@ class Prologue:
     name: a name for keys of problems, of lower-case letters, digits and underscores, that begins with a letter.
     operands: its operands besides x. Operands that it writes are like x.
     width: the number of elements of x for each element of its result.
+    is_halved: whether a row of x has the first of these for all elements, then the second. Else they are neighbors.
     is_rounded: whether its result has numbers of x's type only.
     text: the text from which `parsed` makes it again, the name and numbers that are no part of it; "" for the name.
     """
@@ -36,6 +37,7 @@ class Prologue:
     name: str
     operands: tuple[Operand, ...] = ()
     width: int = 1
+    is_halved: bool = False
     is_rounded: bool = False
     text: str = ""
 
@@ -54,6 +56,22 @@ class Prologue:
         """
         raise NotImplementedError
 
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """The parts that `results` takes, of x as it lies in memory, [..., width · m]: [width, ..., m], or x itself if
+        the width is 1."""
+        if self.width == 1:
+            return x
+        m = x.shape[-1] // self.width
+        if self.is_halved:
+            return x.reshape(*x.shape[:-1], self.width, m).movedim(-2, 0)
+        return x.reshape(*x.shape[:-1], m, self.width).movedim(-1, 0)
+
+    def joined(self, parts: torch.Tensor) -> torch.Tensor:
+        """x as it lies in memory, contiguous, of its parts: the inverse of `parts`."""
+        if self.width == 1:
+            return parts
+        return parts.movedim(0, -2 if self.is_halved else -1).flatten(-2).contiguous()
+
     def params(self, problem: Problem) -> tuple[Param, ...]:
         """Params of its kernels for a problem, besides those of its operands: numbers of the kind u32."""
         return ()
@@ -62,11 +80,6 @@ class Prologue:
         """The values of `params` by name. units_in_row: how many times `Problem.unit` elements a row of its result
         has, which is 1 if a row has one scale."""
         return {}
-
-    def parts(self, x: torch.Tensor) -> torch.Tensor:
-        """x, [..., width · n], as `results` takes it but for its leading dimensions: [width, ..., n], a view; or x if
-        the width is 1."""
-        return x if self.width == 1 else x.unflatten(-1, (self.width, -1)).movedim(-2, 0)
 
     @property
     def read(self) -> list[str]:
@@ -257,22 +270,19 @@ class Activated(Prologue):
         called = f"{_WRITTEN[word]}{'Mul' if self.multiplies else ''}"
         return f"{called}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor:
-        return super().parts(x) if self.width == 1 or self.is_halved else x.unflatten(-1, (-1, 2)).movedim(-1, 0)
-
     @property
-    def is_halved(self) -> bool:
+    def is_halved(self) -> bool:  # type: ignore[override]
         """Whether a row of x has all of g first."""
         return self.multiplies and self.layout == "halves"
 
     def params(self, problem: Problem) -> tuple[Param, ...]:
         whole = problem.io.form is not None and problem.io.form.groups == (ROW,)
-        names = ["units_in_row"] * (self.is_halved and not whole) + [*NUMBERS] * self.clamped
+        names = _NUMBERS_OF_ROWS * (self.is_halved and not whole) + [*NUMBERS] * self.clamped
         return tuple(Param("u32", name) for name in names)
 
     def numbers(self, units_in_row: int) -> dict[str, int]:
-        words = {name: _word(getattr(self, name)) for name in NUMBERS}
-        return {"units_in_row": units_in_row, **words}
+        of_rows = dict(zip(_NUMBERS_OF_ROWS, (units_in_row, *reciprocal(units_in_row)), strict=True))
+        return of_rows | {name: _word(getattr(self, name)) for name in NUMBERS}
 
     def results(
         self, x: torch.Tensor, values: Mapping[str, torch.Tensor], dtype: torch.dtype
@@ -307,6 +317,17 @@ def canonical(of: Activated) -> Activated:
     return replace(of, arithmetic=Arithmetic(**fields | {"rounds": "product" if is_once else how.rounds}))
 
 
+_NUMBERS_OF_ROWS = ["units_in_row", "row_reciprocal", "row_shift"]
+
+
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """m < 2^32 and s, such that floor(a / divisor) = (2 a · m / 2^32) >> s for all a < 2^31, with both quotients
+    rounded down (Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994). divisor: from
+    1 to 2^31."""
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << 31 + shift) // divisor), shift
+
+
 def _word(value: float) -> int:
     """The bits of a float32."""
     return int.from_bytes(struct.pack("<f", value), "little")
@@ -315,8 +336,8 @@ def _word(value: float) -> int:
 # ---- by name ---------------------------------------------------------------------------------------------------------
 # Name → prologue. A program may add its own.
 PROLOGUES: dict[str, Prologue] = {}
-# The numbers that clamped kernels are verified with: most values of a normal distribution are within the limit.
-SAMPLE = {"limit": 1.5, "alpha": QUICK, "beta": 1.0}
+# `limit`, `alpha` and `beta` that clamped kernels are verified with: most normal values are within the limit.
+SAMPLE = 1.5, QUICK, 1.0
 
 
 @cache
@@ -339,7 +360,7 @@ def _activated() -> dict[str, Activated]:
             ):
                 found[each.name] = each
         for layout in LAYOUTS:
-            each = Activated("silu", layout=layout, clamped=True, arithmetic=how, **SAMPLE)
+            each = Activated("silu", True, layout, True, how, *SAMPLE)
             found[each.name] = each
     return found
 

@@ -27,7 +27,7 @@ from hadagen.runtime.checks import check_writable
 from hadagen.runtime.rotate_arguments import RotateArguments, addresses, is_packed
 
 ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
-_MOST_UNITS = 1 << 32  # which kernels count in 32 bits
+_MOST_UNITS = 1 << 31  # of the result of a prologue with two parts, as `prologues.reciprocal` says
 _MAX_CALLS = 4096  # because a program may have ever new row counts
 
 Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and type of a result
@@ -363,7 +363,7 @@ def numbers_for(prologue: Prologue, problem: Problem, rows: torch.Tensor) -> dic
         rest or problem.unit * rows.element_size() < ALIGNMENT or rows.numel() // problem.unit >= _MOST_UNITS
     ):
         return None
-    return prologue.numbers(units_in_row)
+    return prologue.numbers(max(units_in_row, 1))
 
 
 def launch_of(

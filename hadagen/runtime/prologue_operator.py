@@ -213,7 +213,7 @@ def _results(
     results = [*made] if isinstance(made, tuple) else [made]
     if after.form and after.form.group == TENSOR:
         results.insert(1, no_scales(x))
-    elif after.form:
+    elif after.form and not is_asked:
         results[:2] = as_asked(*results[:2], after.form)
     for each, value in zip(out, results, strict=False):
         each.copy_(value)

@@ -136,7 +136,8 @@ def make(
         else:
             made = run.new(rows.data_ptr(), *others)
             codes, scales = (made, made) if form.group == TENSOR else made
-    codes, scales = as_asked(codes, scales, form)
+    if as_made is not form:
+        codes, scales = as_asked(codes, scales, form)
     for each, values in zip(out or (), (codes, scales), strict=False):  # out has no scales, where the call has one
         if each is not values:
             each.copy_(values)
@@ -144,9 +145,7 @@ def make(
 
 
 def as_asked(codes: torch.Tensor, scales: torch.Tensor, form: Format) -> Results:
-    """Codes and scales of a format, of those of `form.by_kernels`."""
-    if form.by_kernels is form:
-        return codes, scales
+    """Codes and scales of a format for which kernels write another layout, of what they write."""
     leading = (*codes.shape[:-2],)
     return codes.contiguous(), quantizer.laid_out(scales.reshape(-1, scales.shape[-1]), form.layout, leading)
 
