@@ -121,11 +121,11 @@ def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> lis
 def addresses(of: RotateArguments) -> dict[str, int]:
     """The addresses of the operands, as `LaunchSpec.arguments` takes them. The tensors must stay where they are until
     the kernel has run."""
-    before, after = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
+    signs_in, signs_out = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
     matrix = None
     if of.matrices is not None:
         matrix = of.matrices[len(of.matrices) // 2 :] if of.transposed else of.matrices
-    tensors = {"matrix": matrix, "signs_before": before, "signs_after": after}
+    tensors = {"matrix": matrix, "signs_before": signs_in, "signs_after": signs_out}
     return {name: 0 if each is None else each.data_ptr() for name, each in tensors.items()}
 
 
