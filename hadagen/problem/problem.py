@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from math import log2
+from math import hypot, log2
 from typing import Any
 
 from hadagen.errors import UsageError, choice, shown
@@ -78,6 +78,9 @@ HADACORE_ERROR = {
 ROUNDING_ERROR = {DType.FLOAT16: 2.08e-4, DType.BFLOAT16: 1.66e-3}
 # A "large" element is a standard normal one times this. It is near the maximum of the type; results stay finite.
 LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
+# Word in the name of a prologue → the error of its results that the function behind it causes. An error of 2^-11 may
+# round a value to the next bfloat16, 2^-8 away: one of eight, so that the error is the root of 2^-11 · 2^-8 or less.
+FUNCTION_ERRORS = {"fasttanh": 2.0**-9}
 # A factor on the bound of `fast`: kernels are verified with small samples, whose error may exceed HadaCore's by this.
 _SAMPLED = 1.03
 
@@ -357,9 +360,10 @@ class Problem:
     @property
     def error_bound(self) -> float:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
+        of_function = max((FUNCTION_ERRORS.get(word, 0.0) for word in self.prologue.split("_")), default=0.0)
         if self.keeps_16_bits and self.io.input is not DType.FLOAT32:
-            return CODES_BOUND
-        return self._usual_error * (_SAMPLED if self.may_round_often else 1.0)
+            return hypot(CODES_BOUND, of_function)
+        return hypot(self._usual_error * (_SAMPLED if self.may_round_often else 1.0), of_function)
 
     @property
     def roundings(self) -> float:
