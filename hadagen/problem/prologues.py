@@ -107,6 +107,7 @@ class Arithmetic:
         product" also rounds clamped inputs.
     exp: "expf", with an error of 1 ulp, or "__expf", with 2 ulp and more for arguments far from 0.
     divide: "/", rounded correctly, "__fdividef", with 2 ulp, or "div.full.f32" of PTX, with 2 ulp for all divisors.
+        "__expf" and "__fdividef" are as `nvcc -use_fast_math` has them: subnormal numbers are zeros.
     sigmoid: whether x · sigmoid(x) is x · (1 / (1 + e)) or x / (1 + e), with e = exp(−x).
     tanh: "tanhf", or "tanh.approx.f32" of PTX, with a relative error of 2^-11.
     """
@@ -360,10 +361,10 @@ def _activated() -> dict[str, Activated]:
                 *([Activated(activation, False, arithmetic=how)] if activation else ()),
                 *(Activated(activation, layout=layout, arithmetic=how) for layout in LAYOUTS),
             ):
-                found[each.name] = each
+                found.setdefault(each.name, each)
         for layout in LAYOUTS:
             each = Activated("silu", True, layout, True, how, *SAMPLE)
-            found[each.name] = each
+            found.setdefault(each.name, each)
     return found
 
 
