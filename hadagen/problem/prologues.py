@@ -212,6 +212,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor, float, Arithmetic], torch.Tensor]
 }
 LAYOUTS = "halves", "interleaved"
 NUMBERS = "limit", "alpha", "beta"  # of what is clamped, in their order in texts
+_UNCLAMPED = math.inf, 1.0, 0.0  # what they are where nothing is clamped
 _WRITTEN = {"silu": "Silu", "gelu": "Gelu", "relu2": "Relu2", "": ""}  # in the names of functions
 
 
@@ -262,7 +263,8 @@ class Activated(Prologue):
     def __repr__(self) -> str:
         """The call of a function of `hadagen.prologues` that makes it."""
         word, _, approximation = self.activation.partition("_")
-        given: dict[str, Any] = {each: getattr(self, each) for each in NUMBERS} if self.clamped else {}
+        numbers = zip(NUMBERS, _UNCLAMPED, strict=True)
+        given: dict[str, Any] = {each: getattr(self, each) for each, usual in numbers if getattr(self, each) != usual}
         given |= {"approximate": approximation} if approximation else {}
         given |= {"layout": self.layout} if self.multiplies and not self.is_halved else {}
         alike = (name for name, each in ARITHMETIC.items() if canonical(replace(self, arithmetic=each)) == self)

@@ -200,12 +200,12 @@ def _results(
         for each, made in zip(out, results, strict=False):
             each.copy_(made)
         return [*out, *results[len(out) :]]
-    if what is not None and ready is x:
+    is_asked = after.form is None or after.form.by_kernels is after.form
+    if what is not None and ready is x and is_asked:
         calls.remember(x, what, False, run)
     given = [] if after.tensor_scale is None else [after.tensor_scale.data_ptr()]
     others = *given, *[each.data_ptr() for each in values]
     places = [each.data_ptr() for each in out]
-    is_asked = after.form is None or after.form.by_kernels is after.form
     if len(out) == len(run.outputs) and is_asked and not any(place % ALIGNMENT for place in places):
         run.into(out, ready.data_ptr(), *places, *others)
         return [*out]
