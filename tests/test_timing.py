@@ -27,8 +27,8 @@ from hadagen.measure.service import DeviceService, repeated_launches
 from hadagen.measure.timing import Stopwatch, transform_work
 from hadagen.plan.arch import load_arch
 from hadagen.problem.launch import PARAMS, Source
-from hadagen.problem.operands import PROLOGUES, Prologue
 from hadagen.problem.problem import DType, Problem, Rows
+from hadagen.problem.prologues import PROLOGUES, Prologue
 from hadagen.problem.regimes import (
     BUCKETS_BETWEEN,
     BUCKETS_OF_LONG_ROWS,

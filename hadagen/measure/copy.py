@@ -11,7 +11,7 @@ from string import Template
 
 from hadagen.measure.cells import Traffic
 from hadagen.problem.launch import PARAMS, LaunchSpec, Param, Source
-from hadagen.problem.operands import PROLOGUES
+from hadagen.problem.prologues import PROLOGUES
 from hadagen.templates import read_texts
 
 # (threads of a block, 16-byte vectors of a thread)

@@ -22,8 +22,8 @@ from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product
 from hadagen.plan.steps.quantize import Largest, Quantize, Renumber
 from hadagen.plan.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 from hadagen.problem.formats import TENSOR
-from hadagen.problem.operands import prologue_of
 from hadagen.problem.problem import DType, Problem
+from hadagen.problem.prologues import prologue_of
 
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"

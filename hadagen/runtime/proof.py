@@ -11,8 +11,9 @@ import torch
 from hadagen.gpu.driver import LoadedKernel
 from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
-from hadagen.problem.operands import MATRIX, prologue_of, sizes_for, verification_operands
+from hadagen.problem.operands import MATRIX, sizes_for, verification_operands
 from hadagen.problem.problem import LARGE, DType, Problem
+from hadagen.problem.prologues import prologue_of
 from hadagen.problem.regimes import destinations
 from hadagen.runtime import plain_transform
 from hadagen.runtime.plain_rotation import rotate_into

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hadagen.problem.bits import Reals, decode, encode
-from hadagen.problem.operands import OperandValues, prologue_of
+from hadagen.problem.operands import OperandValues
 from hadagen.problem.problem import LARGE, DType, Problem
+from hadagen.problem.prologues import prologue_of
 
 INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
 

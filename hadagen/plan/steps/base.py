@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from hadagen.plan.layout import PAIR, THREAD_ELEMENTS, VECTOR_BYTES, Axis, Place, Placement, add, cta, reg, scatter
 from hadagen.problem.launch import Param
-from hadagen.problem.operands import Operand, params_for
+from hadagen.problem.operand import Operand
+from hadagen.problem.operands import params_for
 from hadagen.problem.problem import DType, Problem
 from hadagen.problem.scale import ScaleForm
 
