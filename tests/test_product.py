@@ -36,9 +36,10 @@ from hadagen.plan.space import Space, build_plan
 from hadagen.plan.steps.base import roundings
 from hadagen.plan.steps.product import PRODUCT_COLUMNS, Product
 from hadagen.problem.bits import decode
+from hadagen.problem.formats import Element
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, verification_operands
-from hadagen.problem.problem import ACCURATE_BOUND, DType, Problem
+from hadagen.problem.problem import ACCURATE_BOUND, DType, Numerics, Problem
 from hadagen.problem.regimes import Cache, element_buckets
 from hadagen.problem.target import known_archs
 from hadagen.problem.trial import knobs_key
@@ -104,6 +105,19 @@ CHOICES = [
     Choice("n3072-k12-float16-accurate", 3, 2, rows=4),
     Choice("n11008-k172-bfloat16-fast", 0, 4, products="in_turns"),
     Choice("n7168-k28-signed-float16-accurate", 2, 2, 4, "in_turns"),
+    Choice("n4096-k64-real-bfloat16-accurate", 0, 3),
+    Choice("n11008-k172-real-signed-float16-accurate", 0, 2),
+    Choice("n5120-k20-real-bfloat16-fast", 2, 3),
+    Choice("n448-k28-real-signed-bfloat16-accurate", 1, 2, rows=8),
+    Choice("n1536-k12-real-float16-fast", 0, 4),
+    Choice("n384-k12-real-signed-float16-accurate", 2, 3, rows=8),
+    Choice("n8192-k128-real-bfloat16-accurate", 0, 3, products="in_turns"),
+]
+# Each has one more rounding: that of the entries of the matrix.
+ROUNDED = [
+    Choice("n11008-k172-real-signed-bfloat16-fast", 0, 3),
+    Choice("n12288-k96-real-float16-fast", 1, 2),
+    Choice("n1536-k192-real-bfloat16-fast", 0, 4, rows=8),
 ]
 QUANTIZING = [
     Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3),
@@ -128,6 +142,10 @@ QUANTIZING = [
     Choice("n640-k20-bfloat16-to-nvfp4_16-accurate", 1, 2, rows=4),
     Choice("n192-k12-float16-to-fp8_head-accurate", 1, 3, rows=16),
     Choice("n11008-k172-float16-to-fp8_row_11008-accurate", 0, 2, products="in_turns"),
+    Choice("n4096-k64-real-bfloat16-to-fp8_row_4096-accurate", 0, 3),
+    Choice("n2560-k20-real-signed-float16-to-int8_row_2560-accurate", 1, 2),
+    Choice("n4096-k32-real-bfloat16-to-mxfp4_32-accurate", 0, 3),
+    Choice("n5120-k160-real-signed-bfloat16-to-nvfp4_16-fast", 0, 2, rows=2),
 ]
 with_each = pytest.mark.parametrize("choice", CHOICES, ids=str)
 
@@ -142,7 +160,7 @@ def source_of(choice: Choice) -> Source:
     return render(choice.plan)
 
 
-@pytest.mark.parametrize("choice", [*CHOICES, *QUANTIZING], ids=str)
+@pytest.mark.parametrize("choice", [*CHOICES, *ROUNDED, *QUANTIZING], ids=str)
 def test_a_plan_computes_the_transform(choice: Choice) -> None:
     problem, operands = choice.problem, verification_operands(choice.problem)
     x = np.random.default_rng(0).standard_normal((3 * choice.rows, problem.n))
@@ -155,6 +173,13 @@ def test_a_kernel_rounds_once(choice: Choice, module: HostModule) -> None:
     at = CHOICES.index(choice)
     errors = verify(choice.problem, source_of(choice), module=module, in_place=at % 2 == 0, order_seed=at % 3)
     assert {name: error for name, error in errors.items() if error > ACCURATE_BOUND[choice.problem.io.input]} == {}
+
+
+@pytest.mark.parametrize("choice", ROUNDED, ids=str)
+def test_a_fast_kernel_rounds_large_real_matrices(choice: Choice, module: HostModule) -> None:
+    errors = verify(choice.problem, source_of(choice), module=module)
+    bound, once = choice.problem.error_bound, ACCURATE_BOUND[choice.problem.io.input]
+    assert {name: error for name, error in errors.items() if not once < error <= bound} == {}
 
 
 @with_each
@@ -221,7 +246,7 @@ def test_signs_may_be_left_out() -> None:
 
 @pytest.mark.parametrize("choice", QUANTIZING, ids=str)
 def test_codes_and_scales_are_those_of_the_quantizer(choice: Choice, module: HostModule) -> None:
-    """Of rows of few small integers, whose values are exact in fp32."""
+    """Of rows of few small integers, whose values are exact in fp32; so are sums with real entries of few bits."""
     problem, source = choice.problem, source_of(choice)
     numbers, dtype = np.random.default_rng(0), TYPES[choice.problem.io.input.value]
     columns = max(problem.unit, 128 // problem.unit * problem.unit)
@@ -230,6 +255,11 @@ def test_codes_and_scales_are_those_of_the_quantizer(choice: Choice, module: Hos
     places = torch.from_numpy(numbers.integers(0, columns, (rows, 6)))
     x.scatter_(1, places, torch.from_numpy(numbers.integers(-15, 16, (rows, 6)).astype(np.float32)))
     operands = verification_operands(problem)
+    if problem.transform.real:
+        # In one piece; and values near the middle between two codes of E2M1 may count as in the middle.
+        is_coarse = problem.io.numerics is Numerics.FAST or problem.io.form.element is Element.E2M1  # type: ignore[union-attr]
+        parts = 16 if is_coarse else 128
+        operands["matrix"] = np.round(parts * operands["matrix"]) / parts
     exact = transform(problem, x.double().numpy().reshape(-1, problem.n), 0.25, operands)
     y = torch.from_numpy(exact).float().view(rows, columns)
     check(problem, emulated(problem, source, module, x.to(dtype), 0.25, **kernel_operands(problem, operands)), y, dtype)

@@ -7,7 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +66,7 @@ def problem_of(
     least = 2 if to is None else 1
     if dtype not in _DTYPES or not least <= n <= 1 << MAX_LOG2_N or order > MAX_ORDER:
         return None
-    flags = {"signed": signed, "swapped": swapped, "real": real}
+    flags: dict[str, Any] = {"signed": signed, "swapped": swapped, "real": real}
     return Problem.of(n, _DTYPES[dtype], numerics, rows, order=order, **flags, to=to, prologue=prologue)
 
 

@@ -67,10 +67,10 @@ def check(x: torch.Tensor, of: RotateArguments) -> None:
     if of.n < 1 or x.shape[-1] % of.n:
         raise TensorError(f"the last dimension of x is {x.shape[-1]}; it must be a multiple of {of.n}")
     size = sum(order**2 for order in of.orders)
-    if is_packed(of.matrices) and len(of.orders) == 1:
+    if of.matrices is not None and is_packed(of.matrices) and len(of.orders) == 1:
         size = packed_size(of.orders[0])
         if is_real(of.matrices, of.orders):
-            size = len(of.matrices)
+            size = of.matrices.numel()
     if of.matrices is None:
         if prod(of.orders) != 1:  # exported by earlier versions, it may be empty
             raise TensorError(f"matrices is None but the orders are {list(of.orders)}; pass their {size} entries")
@@ -147,7 +147,7 @@ def is_packed(matrices: torch.Tensor | None) -> bool:
 
 def is_real(matrices: torch.Tensor | None, orders: Sequence[int]) -> bool:
     """Whether it is one real matrix as kernels take it."""
-    return is_packed(matrices) and len(orders) == 1 and len(matrices) in _real_sizes(orders[0])  # type: ignore[arg-type]
+    return matrices is not None and is_packed(matrices) and len(orders) == 1 and len(matrices) in _real_sizes(orders[0])
 
 
 def _side(order: int) -> int:

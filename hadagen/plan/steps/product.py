@@ -238,7 +238,9 @@ class Product(Step, Tile):
         return self.columns(plan) // BOX_COLUMNS * _BOX_ROW_BYTES * self._padded(plan)
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
-        return self.columns(plan) // 2 + 4 * self.pieces(plan) * self.operands_in_slab(plan) + _MORE_REGISTERS
+        of = plan.problem.transform
+        signs = self.vectors(plan) + self.eights(plan) if of.real and of.signed else 0
+        return self.columns(plan) // 2 + 4 * self.pieces(plan) * self.operands_in_slab(plan) + signs + _MORE_REGISTERS
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
         length = self.length(plan)
