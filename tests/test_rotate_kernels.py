@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated_device import EmulatedDevice, device, same
+from emulated_device import EmulatedDevice, device, read_operands, same
 from test_rotation import VIEWS, some_signs
 from test_runtime import normal
 
@@ -20,8 +20,16 @@ from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import Problem
 from hadagen.runtime import rotate_operator, tables
-from hadagen.runtime.rotate_arguments import addresses, pack_matrix, pack_signs, packed_size, unpack_signs
+from hadagen.runtime.rotate_arguments import (
+    addresses,
+    pack_matrix,
+    pack_signs,
+    packed_size,
+    unpack_matrices,
+    unpack_signs,
+)
 from hadagen.runtime.rotation import operands_of
+from hadagen.truth.accuracy import TORCH_DTYPE
 
 __all__ = ["device"]  # a fixture
 HALF = torch.float16
@@ -346,6 +354,18 @@ def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) 
         module.run(source.entry, source.launch, x.numpy().view(np.uint16), y, scale=of.scale, operands=operands)
         m = rotation.matrix()
         assert same(torch.from_numpy(y.view(np.float16)), x.double() @ (m.T if transposed else m))
+
+
+@pytest.mark.parametrize("key", ["n640-k20-real-float16-accurate", "n640-k20-real-bfloat16-fast"])
+def test_a_real_matrix_lies_where_kernels_read_it(key: str) -> None:
+    problem = Problem.parse(key)
+    dtype = TORCH_DTYPE[problem.io.input]
+    r, x = Rotation(640, normal(20, 20)), normal(1, 640, dtype=dtype)
+    for transposed in (False, True):
+        of = operands_of(r, x, 1.0)._replace(transposed=transposed)
+        given = unpack_matrices(of.matrices, of.orders)[0].double()
+        found = torch.from_numpy(read_operands(problem, addresses(of, dtype))["matrix"])
+        assert torch.allclose(found, given.T if transposed else given, rtol=2.0**-16, atol=0)
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------
