@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hadagen.plan.knobs import HADAMARD, KNOBS, MATRIX_FIRST, Knobs, KnobValue
-from hadagen.plan.legality import RULES, Context, Rules, Why, footprint
+from hadagen.plan.legality import RULES, Context, Rules, Why, footprint, halves_in_bulk
 from hadagen.plan.steps.base import PACKED, Draft
 from hadagen.plan.steps.matrix import COLUMN_BITS, VECTOR, Matrix, Multiplies
 from hadagen.plan.steps.product import PRODUCT_COLUMNS, WARPS, Product
@@ -40,6 +40,8 @@ MATRIX_RULES += [rule for rule in RULES if rule.last in ("stages", "ahead", "tri
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return "a real matrix comes first (first must be matrix)" if c.problem.transform.real else None
+    if c.problem.prologue:
+        return "a prologue computes what threads have loaded (first must be hadamard)"
     if "wgmma" not in c.arch.features:
         return "the arch has no wgmma (first must be hadamard)"
     if k.chunks > 1 or k.warps > 1:
@@ -151,6 +153,8 @@ def _(c: Context, k: Knobs) -> str | None:
     draft, tile = _draft(c, k)
     for why in tile.faults(draft, draft.steps.index(tile)):
         return why
+    if k.load == "bulk" and draft.width > 1 and not halves_in_bulk(c, draft.tile_elements):
+        return "the parts of rows lie apart (load must be plain)"
     lacking = min(draft.features - c.arch.features, default="")
     return f"the arch has no {lacking}" if lacking else None
 

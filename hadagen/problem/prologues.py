@@ -29,11 +29,13 @@ class Prologue:
     name: a name for keys of problems, of lower-case letters, digits and underscores, that begins with a letter.
     operands: its operands besides x. Operands that it writes are like x.
     width: the number of elements of x for each element of its result.
+    is_halved: whether a row of x has the first of these for all elements, then the second. Else they are neighbors.
     """
 
     name: str
     operands: tuple[Operand, ...] = ()
     width: int = 1
+    is_halved: bool = False
 
     def step(self) -> Any:
         """The step that computes it, a `hadagen.plan.steps.base.Step` with `is_prologue`."""
@@ -49,6 +51,22 @@ class Prologue:
         `rounded` rounds to it. The function must be differentiable in all of them.
         """
         raise NotImplementedError
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """The parts that `results` takes, of x as it lies in memory, [..., width · m]: [width, ..., m], or x itself if
+        the width is 1."""
+        if self.width == 1:
+            return x
+        m = x.shape[-1] // self.width
+        if self.is_halved:
+            return x.reshape(*x.shape[:-1], self.width, m).movedim(-2, 0)
+        return x.reshape(*x.shape[:-1], m, self.width).movedim(-1, 0)
+
+    def joined(self, parts: torch.Tensor) -> torch.Tensor:
+        """x as it lies in memory, contiguous, of its parts: the inverse of `parts`."""
+        if self.width == 1:
+            return parts
+        return parts.movedim(0, -2 if self.is_halved else -1).flatten(-2).contiguous()
 
     def params(self, problem: Problem) -> tuple[Param, ...]:
         """Params of its kernels for a problem, besides those of its operands: numbers of the kind u32."""
@@ -215,18 +233,18 @@ class Activated(Prologue):
         return "_".join(words) + self.arithmetic.suffix(("rounds", *_USES.get(self.activation, ())))
 
     @property
-    def is_halved(self) -> bool:
+    def is_halved(self) -> bool:  # type: ignore[override]
         """Whether a row of x has all of g first."""
         return self.multiplies and self.layout == "halves"
 
     def params(self, problem: Problem) -> tuple[Param, ...]:
         whole = problem.io.form is not None and problem.io.form.groups == (ROW,)
-        names = ["units_in_row"] * (self.is_halved and not whole) + ["limit", "alpha", "beta"] * self.clamped
+        names = _NUMBERS_OF_ROWS * (self.is_halved and not whole) + _NUMBERS_OF_CLAMPS * self.clamped
         return tuple(Param("u32", name) for name in names)
 
     def numbers(self, units_in_row: int) -> dict[str, int]:
-        words = {name: _word(getattr(self, name)) for name in ("limit", "alpha", "beta")}
-        return {"units_in_row": units_in_row, **words}
+        of_rows = dict(zip(_NUMBERS_OF_ROWS, (units_in_row, *reciprocal(units_in_row)), strict=True))
+        return of_rows | {name: _word(getattr(self, name)) for name in _NUMBERS_OF_CLAMPS}
 
     def results(
         self, x: torch.Tensor, values: Mapping[str, torch.Tensor], dtype: torch.dtype
@@ -251,6 +269,18 @@ _TWICE = "activation and product"
 _ROUNDING = "product", _TWICE
 
 
+_NUMBERS_OF_ROWS = ["units_in_row", "row_reciprocal", "row_shift"]
+_NUMBERS_OF_CLAMPS = ["limit", "alpha", "beta"]
+
+
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """m < 2^32 and s, such that floor(a / divisor) = (2 a · m / 2^32) >> s for all a < 2^31, with both quotients
+    rounded down (Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994). divisor: from
+    1 to 2^31."""
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << 31 + shift) // divisor), shift
+
+
 def _word(value: float) -> int:
     """The bits of a float32."""
     return int.from_bytes(struct.pack("<f", value), "little")
@@ -259,8 +289,8 @@ def _word(value: float) -> int:
 # ---- by name ---------------------------------------------------------------------------------------------------------
 # Name → prologue. A program may add its own.
 PROLOGUES: dict[str, Prologue] = {}
-# The numbers that clamped kernels are verified with: most values of a normal distribution are within the limit.
-SAMPLE = {"limit": 1.5, "alpha": QUICK, "beta": 1.0}
+# `limit`, `alpha` and `beta` that clamped kernels are verified with: most normal values are within the limit.
+SAMPLE = 1.5, QUICK, 1.0
 
 
 @cache
@@ -283,7 +313,7 @@ def _activated() -> dict[str, Activated]:
             ):
                 found[each.name] = each
         for layout in LAYOUTS:
-            each = Activated("silu", layout=layout, clamped=True, arithmetic=how, **SAMPLE)
+            each = Activated("silu", True, layout, True, how, *SAMPLE)
             found[each.name] = each
     return found
 
