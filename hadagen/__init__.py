@@ -8,6 +8,7 @@ hadamard_transform: the Walsh–Hadamard transform of rows of 2^m elements.
 Rotation: an orthonormal transform of rows of K · 2^m elements, with random signs if you like; a module.
 rotate_quantize: a rotation and a quantizer in one kernel; returns a `Quantized`.
 presets: rotations with a quantizer, by the names of the projects that need them.
+prologues: what runs before a rotation in the same kernel, such as SiLU·mul; values of before=.
 compat: functions of other projects by their own names.
 warmup: load the kernels of later calls.
 best_config: the kernel that a call runs; returns a `BestConfig`.
@@ -79,7 +80,7 @@ _LAZY = {
 }
 
 
-_MODULES = ("compat", "errors", "presets")
+_MODULES = ("compat", "errors", "presets", "prologues")
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,7 @@ TABLE = """
     runtime              | tuner.autotuner tuning_db.files tuning_db.signatures tuning_db.bundle gpu compiler truth problem owners errors | torch
     compat               | runtime problem errors                                    | torch
     presets              | runtime truth errors                                      | torch
+    prologues            | runtime problem errors                                    | torch
     __init__             | runtime.registration runtime problem errors               |
     report               | tuning_db.bundle tuning_db plan problem errors            |
     report.drawing       | report problem errors                                     | bokeh jinja2

@@ -62,7 +62,7 @@ class Choice:
     products: str = "together"
 
     def __str__(self) -> str:
-        turns = ", in turns" * (self.products != "together")
+        turns = "" if self.products == "together" else ", " + self.products.replace("_", " ")
         return f"{self.key}, {self.rows} rows, fold {self.fold}, {self.stages} stages{turns}"
 
     @property
@@ -107,7 +107,10 @@ CHOICES = [
     Choice("n3072-k12-float16-accurate", 3, 2, rows=4),
     Choice("n11008-k172-bfloat16-fast", 0, 4, products="in_turns"),
     Choice("n7168-k28-signed-float16-accurate", 2, 2, 4, "in_turns"),
-    Choice("n4096-k64-real-bfloat16-accurate", 0, 3),
+    Choice("n11008-k172-signed-bfloat16-accurate", 0, 3, products="ahead"),
+    Choice("n1536-k12-float16-fast", 1, 4, products="ahead"),
+    Choice("n96-k12-bfloat16-accurate", 0, 3, 8, "ahead"),
+    Choice("n4096-k64-real-bfloat16-accurate", 0, 3, products="ahead"),
     Choice("n11008-k172-real-signed-float16-accurate", 0, 2),
     Choice("n5120-k20-real-bfloat16-fast", 2, 3),
     Choice("n448-k28-real-signed-bfloat16-accurate", 1, 2, rows=8),
@@ -144,6 +147,9 @@ QUANTIZING = [
     Choice("n640-k20-bfloat16-to-nvfp4_16-accurate", 1, 2, rows=4),
     Choice("n192-k12-float16-to-fp8_head-accurate", 1, 3, rows=16),
     Choice("n11008-k172-float16-to-fp8_row_11008-accurate", 0, 2, products="in_turns"),
+    Choice("n11008-k172-bfloat16-to-int8_row_11008-accurate", 0, 4, products="ahead"),
+    Choice("n3072-k12-signed-float16-to-fp8_row_3072-accurate", 2, 3, products="ahead"),
+    Choice("n7168-k28-bfloat16-to-mxfp4_32-accurate", 2, 3, products="ahead"),
     Choice("n4096-k64-real-bfloat16-to-fp8_row_4096-accurate", 0, 3),
     Choice("n2560-k20-real-signed-float16-to-int8_row_2560-accurate", 1, 2),
     Choice("n4096-k32-real-bfloat16-to-mxfp4_32-accurate", 0, 3),
@@ -289,10 +295,12 @@ def test_all_ways_through_the_kernel_are_tried() -> None:
     assert {each.stages for each in CHOICES} == {2, 3, 4}
     assert {tile.order(plan) % 16 > 0 for _, plan, tile in products} == both
     assert {tile.order(plan) % 64 > 0 for _, plan, tile in products} == both
-    assert {(plan.warps > 4, tile.in_turns) for _, plan, tile in products} == {
-        (False, False),
-        (True, False),
-        (True, True),
+    assert {(plan.warps > 4, each.products) for each, plan, _ in products} == {
+        (False, "together"),
+        (True, "together"),
+        (True, "in_turns"),
+        (False, "ahead"),
+        (True, "ahead"),
     }
     # Whether all threads copy as many vectors.
     assert {tile.order(plan) % (4 * plan.warps) > 0 for _, plan, tile in products} == both

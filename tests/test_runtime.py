@@ -269,9 +269,10 @@ def test_inference_tensors() -> None:
 
 # ---- the package -----------------------------------------------------------------------------------------------------
 def test_the_package_offers_what_it_says() -> None:
-    assert {name for name in dir(hadagen) if name[0] != "_"} == {*hadagen.__all__, "compat", "errors", "presets"}
-    presets = hadagen.presets
-    assert {name for name in dir(presets) if name[0] != "_"} == set(presets.__all__)
+    modules = {"compat", "errors", "presets", "prologues"}
+    assert {name for name in dir(hadagen) if name[0] != "_"} == {*hadagen.__all__, *modules}
+    for module in (hadagen.presets, hadagen.prologues):
+        assert {name for name in dir(module) if name[0] != "_"} == set(module.__all__)
     for name in (*hadagen.__all__, "__version__"):
         assert getattr(hadagen, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -289,7 +290,7 @@ def helped(found: Any) -> list[str]:
 def test_the_first_screen_of_help_names_what_there_is() -> None:
     functions = {name for name in hadagen.__all__ if name[0].islower()}
     first = "\n".join(helped(hadagen)[:SCREEN])
-    assert all(f"    {name}: " in first for name in functions | {"Rotation", "compat", "presets"})
+    assert all(f"    {name}: " in first for name in functions | {"Rotation", "compat", "presets", "prologues"})
     methods = {name for name in vars(hadagen.Rotation) if name[0] != "_" and callable(getattr(hadagen.Rotation, name))}
     first = "\n".join(helped(hadagen.Rotation)[:SCREEN])
     assert "r(x)" in first

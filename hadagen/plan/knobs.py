@@ -19,7 +19,7 @@ from hadagen.plan.steps.conversions import Correct, Narrow, Normalize, Round, Sc
 from hadagen.plan.steps.exchanges import Exchange, Transpose
 from hadagen.plan.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.plan.steps.memory import Load, Prefetch, Store, Trigger
-from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product
+from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product, ProductAhead
 from hadagen.plan.steps.quantize import Largest, Quantize, Renumber
 from hadagen.plan.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 from hadagen.problem.formats import TENSOR
@@ -30,7 +30,7 @@ EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 WHOLE, HALF = "whole", "half"
 HADAMARD, MATRIX_FIRST = "hadamard", "matrix"
-TOGETHER, IN_TURNS = "together", "in_turns"
+TOGETHER, IN_TURNS, AHEAD = "together", "in_turns", "ahead"
 MAX_EXCHANGED_LANES = 4  # the fifth lane bit stays, so that stores write whole sectors of 32 bytes
 # `far_lanes` → how many far bits come to lanes before others come to registers; bits of blocks go to registers first.
 # With two, stores write whole lines of 128 bytes.
@@ -89,10 +89,10 @@ class Knobs:
     )
     fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
     products: str = _knob(
-        (TOGETHER, IN_TURNS),
-        "whether warps of one block begin their products by the matrix together or in turns, where it comes first",
+        (TOGETHER, IN_TURNS, AHEAD),
+        "whether warps of one block begin their products by the matrix together, in turns, or a tile ahead of the "
+        "steps after them, where it comes first",
         with_matrix=True,
-        room=False,
         estimated=1,
     )
     rows: int = _knob(
@@ -346,10 +346,11 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     form = problem.io.form
     folds = form is not None and not form.rounds_first
     in_registers = problem.bits - knobs.fold - 3  # bits of a column
+    multiply = ProductAhead if knobs.products == AHEAD else Product
     steps: list[Step] = [
         LoadBoxes(knobs.load, knobs.stages),
         *prologue_steps(problem),
-        Product(knobs.fold, knobs.rows, knobs.products == IN_TURNS),
+        multiply(knobs.fold, knobs.rows, knobs.products == IN_TURNS),
     ]
     steps += [Butterfly(reg(j)) for j in range(2, in_registers)]
     steps.append(CrossButterflies(min(2, max(0, in_registers)), scales=not folds))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadagen.plan.knobs import HADAMARD, KNOBS, MATRIX_FIRST, Knobs, KnobValue
+from hadagen.plan.knobs import AHEAD, HADAMARD, IN_TURNS, KNOBS, MATRIX_FIRST, Knobs, KnobValue
 from hadagen.plan.legality import RULES, Context, Rules, Why, footprint, halves_in_bulk
 from hadagen.plan.steps.base import PACKED, Draft
 from hadagen.plan.steps.matrix import COLUMN_BITS, VECTOR, Matrix, Multiplies
@@ -67,7 +67,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return "all warps multiply what they have"
     draft, _ = _draft(c, k)
-    return "four warps have all rows" if draft.warps == WARPS else None
+    return "four warps have all rows" if draft.warps == WARPS and k.products == IN_TURNS else None
 
 
 @MATRIX_RULES.rule("rows")
@@ -87,6 +87,13 @@ _of_product("exchange_carrier", PACKED)
 _of_product("load", "cp_async")
 _of_product("grid", "persistent")
 _of_product("stages", 2, 3, 4)
+
+
+@MATRIX_RULES.rule("stages")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.products == AHEAD and k.stages < 3:
+        return "a tile lands while the next one is multiplied and this one is transformed (stages must be 3 or more)"
+    return None
 
 
 @MATRIX_RULES.rule("chunks")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,16 @@ class Prologue:
     operands: its operands besides x. Operands that it writes are like x.
     width: the number of elements of x for each element of its result.
     is_halved: whether a row of x has the first of these for all elements, then the second. Else they are neighbors.
+    is_rounded: whether its result has numbers of x's type only.
+    text: the text from which `parsed` makes it again, the name and numbers that are no part of it; "" for the name.
     """
 
     name: str
     operands: tuple[Operand, ...] = ()
     width: int = 1
     is_halved: bool = False
+    is_rounded: bool = False
+    text: str = ""
 
     def step(self) -> Any:
         """The step that computes it, a `hadagen.plan.steps.base.Step` with `is_prologue`."""
@@ -103,6 +107,7 @@ class Arithmetic:
         product" also rounds clamped inputs.
     exp: "expf", with an error of 1 ulp, or "__expf", with 2 ulp and more for arguments far from 0.
     divide: "/", rounded correctly, "__fdividef", with 2 ulp, or "div.full.f32" of PTX, with 2 ulp for all divisors.
+        "__expf" and "__fdividef" are as `nvcc -use_fast_math` has them: subnormal numbers are zeros.
     sigmoid: whether x · sigmoid(x) is x · (1 / (1 + e)) or x / (1 + e), with e = exp(−x).
     tanh: "tanhf", or "tanh.approx.f32" of PTX, with a relative error of 2^-11.
     """
@@ -136,12 +141,22 @@ _WORDS: dict[str, dict[Any, str]] = {
 
 # Name of an arithmetic → the arithmetic. "exact" rounds nothing before the result. The others give the bits of an
 # engine's own functions.
+#
+# "eager": aten/src/ATen/native/cuda/ActivationSiluKernel.cu and ActivationGeluKernel.cu of PyTorch, then mul. "vllm":
+#     csrc/activation_kernels.cu, whose activation returns x's type. Both are compiled without fast math.
+# "sglang": act_and_mul_kernel in include/flashinfer/activation.cuh with the functors of flashinfer/jit/activation.py,
+#     whose __expf and math::tanh are explicit, and which flashinfer/jit/core.py compiles with -use_fast_math, so that
+#     "/" is __fdividef. sgl-kernel calls the same kernel with expf, "/" and tanhf, which -use_fast_math makes the same,
+#     in its library for GPUs before sm100; its library for sm100 is compiled without (sgl-kernel/CMakeLists.txt).
+# "inductor": the decomposition of silu in torch/_inductor/decomposition.py of PyTorch 2.13, x / (1 + exp(−x)), with
+#     libdevice.exp; Triton's "/" is div.full.f32. Earlier releases, such as 2.8, have x · tl.sigmoid(x), where tl.exp
+#     is ex2.approx.f32 of a product: Arithmetic("product", "__expf", "div.full.f32", sigmoid=True).
 ARITHMETIC = {
     "exact": Arithmetic(),
     "eager": Arithmetic("activation and product", "expf", "/"),
     "vllm": Arithmetic("activation and product", "expf", "/"),
-    "sglang": Arithmetic("product", "__expf", "__fdividef"),
-    "inductor": Arithmetic("product", "__expf", "div.full.f32", sigmoid=True),
+    "sglang": Arithmetic("product", "__expf", "__fdividef", tanh="tanh.approx.f32"),
+    "inductor": Arithmetic("product", "expf", "div.full.f32"),
 }
 
 
@@ -149,8 +164,14 @@ ARITHMETIC = {
 def _silu(g: torch.Tensor, alpha: float, how: Arithmetic) -> torch.Tensor:
     import torch
 
-    e = torch.exp(-(g * alpha if alpha != 1.0 else g))
-    return g * (1 / (1 + e)) if how.sigmoid else g / (1 + e)
+    inner = g * alpha if alpha != 1.0 else g
+    e = torch.exp(-inner)
+    value = g * (1 / (1 + e)) if how.sigmoid else g / (1 + e)
+    if not torch.is_grad_enabled():
+        return value
+    # The derivative of this formula is NaN where e is infinite, so the result has the derivative of another formula.
+    smooth = g * torch.sigmoid(inner)
+    return value.detach() + (smooth - smooth.detach()).nan_to_num(0.0)
 
 
 def _gelu(x: torch.Tensor, alpha: float, how: Arithmetic) -> torch.Tensor:
@@ -190,9 +211,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor, float, Arithmetic], torch.Tensor]
     "": _same,
 }
 LAYOUTS = "halves", "interleaved"
+NUMBERS = "limit", "alpha", "beta"  # of what is clamped, in their order in texts
+_WRITTEN = {"silu": "Silu", "gelu": "Gelu", "relu2": "Relu2", "": ""}  # in the names of functions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Activated(Prologue):
     """act(g), or act(g) · u if it `multiplies`. Then a row of x has the elements of g and u: first all of g and then
     all of u, if the layout is "halves", or g0 u0 g1 u1 … if it is "interleaved".
@@ -221,16 +244,32 @@ class Activated(Prologue):
             raise UsageError(f"layout {shown(self.layout)} is not known; {choice(self.layout, LAYOUTS)}")
         if self.clamped and (self.activation != "silu" or not self.multiplies):
             raise UsageError("only SiLU times the other half of x is clamped")
-
-    @property
-    def width(self) -> int:  # type: ignore[override]
-        return 2 if self.multiplies else 1
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
         words = [self.activation] * bool(self.activation) + ["mul"] * self.multiplies
         words += ["interleaved"] * (self.layout == "interleaved" and self.multiplies) + ["clamped"] * self.clamped
-        return "_".join(words) + self.arithmetic.suffix(("rounds", *_USES.get(self.activation, ())))
+        name = "_".join(words) + self.arithmetic.suffix(("rounds", *_USES.get(self.activation, ())))
+        numbers = [getattr(self, each) for each in NUMBERS] if self.clamped else []
+        # Not properties, because every call asks for the text, and because Dynamo takes attributes of an object only.
+        made: dict[str, Any] = {
+            "name": name,
+            "text": ":".join([name, *map(repr, numbers)]),
+            "operands": (),
+            "width": 2 if self.multiplies else 1,
+            "is_rounded": self.arithmetic.rounds in _ROUNDING,
+        }
+        for attribute, value in made.items():
+            object.__setattr__(self, attribute, value)
+
+    def __repr__(self) -> str:
+        """The call of a function of `hadagen.prologues` that makes it."""
+        word, _, approximation = self.activation.partition("_")
+        given: dict[str, Any] = {each: getattr(self, each) for each in NUMBERS} if self.clamped else {}
+        given |= {"approximate": approximation} if approximation else {}
+        given |= {"layout": self.layout} if self.multiplies and not self.is_halved else {}
+        alike = (name for name, each in ARITHMETIC.items() if canonical(replace(self, arithmetic=each)) == self)
+        how: Any = next(alike, self.arithmetic)
+        given |= {} if how == "exact" else {"numerics": how}
+        called = f"{_WRITTEN[word]}{'Mul' if self.multiplies else ''}"
+        return f"{called}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @property
     def is_halved(self) -> bool:  # type: ignore[override]
@@ -239,12 +278,12 @@ class Activated(Prologue):
 
     def params(self, problem: Problem) -> tuple[Param, ...]:
         whole = problem.io.form is not None and problem.io.form.groups == (ROW,)
-        names = _NUMBERS_OF_ROWS * (self.is_halved and not whole) + _NUMBERS_OF_CLAMPS * self.clamped
+        names = _NUMBERS_OF_ROWS * (self.is_halved and not whole) + [*NUMBERS] * self.clamped
         return tuple(Param("u32", name) for name in names)
 
     def numbers(self, units_in_row: int) -> dict[str, int]:
         of_rows = dict(zip(_NUMBERS_OF_ROWS, (units_in_row, *reciprocal(units_in_row)), strict=True))
-        return of_rows | {name: _word(getattr(self, name)) for name in _NUMBERS_OF_CLAMPS}
+        return of_rows | {name: _word(getattr(self, name)) for name in NUMBERS}
 
     def results(
         self, x: torch.Tensor, values: Mapping[str, torch.Tensor], dtype: torch.dtype
@@ -269,8 +308,17 @@ _TWICE = "activation and product"
 _ROUNDING = "product", _TWICE
 
 
+def canonical(of: Activated) -> Activated:
+    """The same value, without what makes no difference: fields of the arithmetic that the activation does not use, and
+    a rounding of values that are of the type."""
+    how, known = of.arithmetic, Arithmetic()
+    uses = _USES.get(of.activation, ())
+    fields = {each: getattr(how if each in uses else known, each) for each in _WORDS}
+    is_once = how.rounds == _TWICE and not (of.activation and of.multiplies)
+    return replace(of, arithmetic=Arithmetic(**fields | {"rounds": "product" if is_once else how.rounds}))
+
+
 _NUMBERS_OF_ROWS = ["units_in_row", "row_reciprocal", "row_shift"]
-_NUMBERS_OF_CLAMPS = ["limit", "alpha", "beta"]
 
 
 def reciprocal(divisor: int) -> tuple[int, int]:
@@ -311,10 +359,10 @@ def _activated() -> dict[str, Activated]:
                 *([Activated(activation, False, arithmetic=how)] if activation else ()),
                 *(Activated(activation, layout=layout, arithmetic=how) for layout in LAYOUTS),
             ):
-                found[each.name] = each
+                found.setdefault(each.name, each)
         for layout in LAYOUTS:
             each = Activated("silu", True, layout, True, how, *SAMPLE)
-            found[each.name] = each
+            found.setdefault(each.name, each)
     return found
 
 
@@ -328,6 +376,21 @@ def named(name: str) -> Prologue:
     `UsageError` for a name that is not known."""
     check_prologue(name)
     return PROLOGUES.get(name) or _activated()[name]
+
+
+def parsed(text: str) -> Prologue:
+    """The prologue of a `Prologue.text`. Raises `UsageError` for any other text."""
+    name, *numbers = text.split(":")
+    prologue = named(name)
+    wanted = len(NUMBERS) if isinstance(prologue, Activated) and prologue.clamped else 0
+    try:
+        values = [float(each) for each in numbers]
+    except ValueError:
+        values = []
+    if len(numbers) != wanted or len(values) != wanted:
+        said = f"{name} and {', '.join(NUMBERS)}, such as {name}:7.0:1.702:1.0" if wanted else f"{name} alone"
+        raise UsageError(f"prologue {shown(text)} is not known; write {said}")
+    return replace(prologue, **dict(zip(NUMBERS, values, strict=True))) if wanted else prologue  # type: ignore[type-var]
 
 
 def check_prologue(name: Any) -> None:

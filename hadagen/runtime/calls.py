@@ -21,11 +21,13 @@ from hadagen.gpu.driver import Launch
 from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
 from hadagen.problem.problem import Problem, Rows
+from hadagen.problem.prologues import Prologue
 from hadagen.runtime import kernels, streams, tables
 from hadagen.runtime.checks import check_writable
 from hadagen.runtime.rotate_arguments import RotateArguments, addresses, is_packed, is_real
 
 ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
+_MOST_UNITS = 1 << 31  # of the result of a prologue with two parts, as `prologues.reciprocal` says
 _MAX_CALLS = 4096  # because a program may have ever new row counts
 
 Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and type of a result
@@ -340,6 +342,29 @@ def rotation_problem(
         to=to,
         prologue=prologue,
     )
+
+
+def result_like(x: torch.Tensor, width: int) -> torch.Tensor:
+    """A tensor of the shape, type and device of the result of a prologue of this width. It has no memory of its own for
+    each element, and stands for a contiguous one. Raises `TensorError` where rows of x are no multiple of the width."""
+    columns = x.shape[-1] // width
+    if columns * width != x.shape[-1] or not columns:
+        raise TensorError(
+            f"the last dimension of x is {x.shape[-1]}; it must be a multiple of {width}, as before= takes {width} "
+            "elements of x for each element of its result"
+        )
+    return x.new_empty(()).expand(*x.shape[:-1], columns)
+
+
+def numbers_for(prologue: Prologue, problem: Problem, rows: torch.Tensor) -> dict[str, int] | None:
+    """The numbers that kernels of a problem may take for a prologue; None if no kernel takes such rows. rows: a tensor
+    like its result."""
+    units_in_row, rest = divmod(rows.shape[-1], problem.unit)
+    if prologue.width > 1 and (
+        rest or problem.unit * rows.element_size() < ALIGNMENT or rows.numel() // problem.unit >= _MOST_UNITS
+    ):
+        return None
+    return prologue.numbers(max(units_in_row, 1))
 
 
 def launch_of(

@@ -131,7 +131,7 @@ def stored_on(
         return found[1]
     with _disable_current_modes(), torch.inference_mode(False):
         sealed.check(*buffers, least=0)
-        before, after = (
+        signs_in, signs_out = (
             None if each is None else unpack_signs(sealed.on_cpu(each), n) for each in (signs, signs_after)
         )
         if matrices is None:
@@ -147,10 +147,10 @@ def stored_on(
             if own != scale:  # a trace has the scale of the matrices with which it was made
                 parts[0] = (parts[0].double() * (float(own) / float(scale))).to(parts[0].dtype)
         parts = combined(parts, n)
-        if before is not None:
-            parts = [parts[0] * before]
-        if after is not None:
-            parts = [after[:, None] * parts[0]]
+        if signs_in is not None:
+            parts = [parts[0] * signs_in]
+        if signs_out is not None:
+            parts = [signs_out[:, None] * parts[0]]
         operand = pack_matrices(parts, n, device)
         assert operand is not None
         operand = operand.to(device, _held_by(device, operand.dtype))

@@ -11,15 +11,41 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-from hadagen.errors import TensorError
+from hadagen.errors import TensorError, UsageError, shown
 from hadagen.problem.formats import TENSOR
-from hadagen.problem.prologues import PROLOGUES, Prologue, check_prologue
+from hadagen.problem.prologues import Prologue, parsed
 from hadagen.runtime import calls
-from hadagen.runtime.calls import Run, has_only_memory, launch_of, needs_derivative, rotation_problem
-from hadagen.runtime.checks import check_alike, check_is_tensor, check_tensor, plain, shape_of
-from hadagen.runtime.operators import register
-from hadagen.runtime.quantize_operator import AFTER, After, check_arguments, empty_results, make, no_scales, run_for
+from hadagen.runtime.calls import (
+    ALIGNMENT,
+    Run,
+    has_only_memory,
+    launch_of,
+    needs_derivative,
+    numbers_for,
+    result_like,
+    rotation_problem,
+)
+from hadagen.runtime.checks import (
+    check_alike,
+    check_is_tensor,
+    check_tensor,
+    check_writable,
+    plain,
+    shape_of,
+)
+from hadagen.runtime.operators import LIBRARY, check_autograd_follows, register
+from hadagen.runtime.quantize_operator import (
+    AFTER,
+    After,
+    as_asked,
+    check_arguments,
+    empty_results,
+    make,
+    no_scales,
+    run_for,
+)
 from hadagen.runtime.rotate_arguments import RotateArguments
 from hadagen.runtime.rotate_operator import ROTATE, rotated
 
@@ -27,7 +53,7 @@ from hadagen.runtime.rotate_operator import ROTATE, rotated
 class Before(NamedTuple):
     """The prologue before a rotation, and its operands.
 
-    prologue: a name in `PROLOGUES`.
+    prologue: a `Prologue.text`, or the name of a prologue without numbers.
     values: the operands that it reads, in their order: tensors of x's type, of x's shape or [n].
     """
 
@@ -37,21 +63,98 @@ class Before(NamedTuple):
     @property
     def of(self) -> Prologue:
         """The prologue. Raises `UsageError` if it is not known."""
-        check_prologue(self.prologue)
-        return PROLOGUES[self.prologue]
+        return parsed(self.prologue)
 
 
-def rotate_after(x: torch.Tensor, before: Before, after: After) -> list[torch.Tensor]:
-    """The rotated rows, like x, or codes and scales; and then what the prologue writes, like x.
+def text_of(before: Any) -> str:
+    """The text of a value of `before=`; "" for None. Raises TypeError, and `UsageError` for a prologue with tensors of
+    its own, which these calls do not take."""
+    if before is None:
+        return ""
+    if not isinstance(before, Prologue):
+        raise TypeError(
+            f"before is a {type(before).__name__}; pass a value of hadagen.prologues, such as "
+            "hadagen.prologues.SiluMul(), or None"
+        )
+    if before.operands:
+        names = ", ".join(each.name for each in before.operands)
+        raise UsageError(f"before = {before.name} has tensors of its own, {names}, which this call does not take")
+    return before.text or before.name
+
+
+def rotate_after(
+    x: torch.Tensor, before: Before, after: After, out: Sequence[torch.Tensor] = (), what: Any = None
+) -> list[torch.Tensor]:
+    """The rotated rows, of x's type, or codes and scales; and then what the prologue writes, like the rotated rows.
+
+    out: tensors like the first results, to write and return in their place. They share no memory with other tensors.
+    what: the options of a call that comes again, as `calls.known` takes them, if it may be remembered.
 
     Raises `UsageError` for an unknown prologue, and TypeError and `TensorError` for tensors that do not fit.
     """
-    tensors = [x, *before.values]
+    tensors, of = [x, *before.values], after.of
+    operands = after.tensor_scale, of.matrices, of.signs, of.signs_after
     if not torch.compiler.is_dynamo_compiling() and all(
-        has_only_memory(each) and not needs_derivative(each) for each in tensors
+        each is None or (has_only_memory(each) and not needs_derivative(each)) for each in (*tensors, *out, *operands)
     ):
-        return _compute(tensors, before.prologue, *after.at())
-    return OPERATOR(tensors, before.prologue, *after.at())
+        return _results(x, before, after, out, what)
+    for each in out:
+        if needs_derivative(each) or any(needs_derivative(tensor) for tensor in tensors):
+            raise TensorError("x or out has a derivative, and out= has none; leave it out, or detach them")
+    results = OPERATOR(tensors, before.prologue, *after.at())
+    for each, made in zip(out, results, strict=False):  # PyTorch's own copy, as traces and modes know it
+        each.copy_(made)
+    return [*out, *results[len(out) :]]
+
+
+def rotated_after(
+    x: torch.Tensor,
+    before: Prologue,
+    of: RotateArguments,
+    inplace: bool = False,
+    out: torch.Tensor | None = None,
+    what: Any = None,
+) -> torch.Tensor:
+    """The rotated rows in a new tensor, in x or in out. x is a tensor that can be rotated after the prologue. what: as
+    for `rotate_after`. Raises what `check_target` raises."""
+    check_target(x, before, inplace, out)
+    (y,) = rotate_after(x, Before(text_of(before)), After(of), () if out is None or inplace else (out,), what)
+    return x.copy_(y) if inplace else y
+
+
+def traced_after(x: Any, before: Prologue, of: RotateArguments) -> Any:
+    """The same for what stands for a tensor while torch.fx traces."""
+    return OPERATOR([x], text_of(before), *After(of).at())[0]
+
+
+def check_target(x: torch.Tensor, before: Prologue, inplace: bool, out: torch.Tensor | None) -> None:
+    """Raises `UsageError` and `TensorError` for a destination that cannot be written with the result for x."""
+    if inplace and before.width > 1:
+        raise UsageError(
+            f"inplace=True is not possible with before = {shown(before)}, because x has {before.width} elements for "
+            "each element of the result; leave it out, or pass out="
+        )
+    if inplace and not torch.compiler.is_dynamo_compiling():
+        check_writable(x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            check_autograd_follows(x, "x")
+    elif out is not None and not inplace:
+        check_result(x, out, x.shape[-1] // before.width)
+
+
+def check_result(x: torch.Tensor, out: torch.Tensor, columns: int) -> None:
+    """Raises `TensorError` if out cannot take rotated rows of so many columns, after a prologue of x."""
+    check_alike(x, out, "out")
+    shape = (*x.shape[:-1], columns)
+    is_like = not out.is_nested and out.layout is torch.strided and out.shape == shape and out.dtype == x.dtype
+    if not is_like or out.device != x.device:
+        raise TensorError(
+            f"out is {plain(out.dtype)} {shape_of(out)} on {out.device}; with before= the result is strided "
+            f"{plain(x.dtype)} {tuple(shape)} on {x.device}"
+        )
+    if not torch.compiler.is_dynamo_compiling() and has_only_memory(out):
+        check_writable(out)
+        calls.check_apart(out, "out", [("x", x)] if has_only_memory(x) else [])
 
 
 def _arguments(tensors: Sequence[torch.Tensor], prologue: str, *options: Any) -> tuple[torch.Tensor, Before, After]:
@@ -62,8 +165,9 @@ def _arguments(tensors: Sequence[torch.Tensor], prologue: str, *options: Any) ->
 def _check(x: torch.Tensor, before: Before, after: After) -> None:
     check_is_tensor(x, "x")
     check_tensor(x)
-    check_arguments(x, after.of, after.tensor_scale)
-    wanted = [each for each in before.of.operands if not each.is_written]
+    prologue = before.of
+    check_arguments(result_like(x, prologue.width), after.of, after.tensor_scale)
+    wanted = [each for each in prologue.operands if not each.is_written]
     if len(wanted) != len(before.values):
         names = ", ".join(each.name for each in wanted) or "nothing"
         raise TensorError(f"{before.prologue} reads {names} besides x, but got {len(before.values)} tensors; pass all")
@@ -79,54 +183,95 @@ def _check(x: torch.Tensor, before: Before, after: After) -> None:
 
 # ---- on real tensors -------------------------------------------------------------------------------------------------
 def _compute(*arguments: Any) -> list[torch.Tensor]:
-    x, before, after = _arguments(*arguments)
+    return _results(*_arguments(*arguments))
+
+
+def _results(
+    x: torch.Tensor, before: Before, after: After, out: Sequence[torch.Tensor] = (), what: Any = None
+) -> list[torch.Tensor]:
     _check(x, before, after)
-    x, *values = map(calls.ready, (x, *before.values))
-    before = Before(before.prologue, tuple(values))
-    run = _run(x, before, after) if calls.takes_kernels(x) else None
+    run = None
+    if calls.takes_kernels(x):
+        ready, *values = map(calls.ready, (x, *before.values))
+        run = _run(ready, Before(before.prologue, tuple(values)), after)
     if run is None:
-        return _in_pytorch(x, before, after, differentiable=False)
+        with torch.no_grad():
+            results = _in_pytorch(x, before, after, differentiable=False)
+        for each, made in zip(out, results, strict=False):
+            each.copy_(made)
+        return [*out, *results[len(out) :]]
+    if what is not None and ready is x:
+        calls.remember(x, what, False, run)
     given = [] if after.tensor_scale is None else [after.tensor_scale.data_ptr()]
-    made = run.new(x.data_ptr(), *given, *[each.data_ptr() for each in values])
+    others = *given, *[each.data_ptr() for each in values]
+    places = [each.data_ptr() for each in out]
+    is_asked = after.form is None or after.form.by_kernels is after.form
+    if len(out) == len(run.outputs) and is_asked and not any(place % ALIGNMENT for place in places):
+        run.into(out, ready.data_ptr(), *places, *others)
+        return [*out]
+    made = run.new(ready.data_ptr(), *others)
     results = [*made] if isinstance(made, tuple) else [made]
     if after.form and after.form.group == TENSOR:
         results.insert(1, no_scales(x))
-    return results
+    elif after.form and not is_asked:
+        results[:2] = as_asked(*results[:2], after.form)
+    for each, value in zip(out, results, strict=False):
+        each.copy_(value)
+    return [*out, *results[len(out) :]]
 
 
 def _run(x: torch.Tensor, before: Before, after: After) -> Run | None:
     of, form, round_first, _ = after
-    if form is not None and form.by_kernels is not form:
-        return None
     heads = after.heads
+    form = form and form.by_kernels
     what = before.prologue, form and form.key, round_first, heads, calls.number_of(of), of.numerics, of.batch_invariant
     run = calls.known(x, what)
     if run is None:
-        run = run_for(x, of, form, round_first, heads, before.of) if form else _run_of_rotation(x, of, before)
+        run = run_for(x, of, form, round_first, heads, before.of) if form else _run_of_rotation(x, of, before.of)
         if run:
             calls.remember(x, what, False, run)
     return run
 
 
-def _run_of_rotation(x: torch.Tensor, of: RotateArguments, before: Before) -> Run | None:
-    problem, prologue = rotation_problem(x, of, prologue=before.prologue), before.of
-    launch = problem and launch_of(x, of, problem, False, changing=[*prologue.written, *prologue.read])
-    return Run(x, launch, [calls.like(x)] * (1 + len(prologue.written))) if launch else None
+def _run_of_rotation(x: torch.Tensor, of: RotateArguments, prologue: Prologue) -> Run | None:
+    rows = result_like(x, prologue.width)
+    problem = rotation_problem(rows, of, prologue=prologue.name)
+    numbers = problem and numbers_for(prologue, problem, rows)
+    if problem is None or numbers is None:
+        return None
+    launch = launch_of(rows, of, problem, False, numbers, changing=[*prologue.written, *prologue.read])
+    return Run(x, launch, [calls.like(rows)] * (1 + len(prologue.written))) if launch else None
+
+
+def applied(x: torch.Tensor, prologue: Prologue, values: Sequence[torch.Tensor] = (), n: int = 1) -> dict[str, Any]:
+    """The results of a prologue in PyTorch, float32, or float64 for float64, by name. values: the operands that it
+    reads. n: the columns of those that are vectors."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = prologue.parts(x).to(wide)
+    rows = rows.reshape(-1, n) if prologue.width == 1 else rows.reshape(prologue.width, -1, n)
+    read = [each.to(wide).reshape(-1, n) if each.shape == x.shape else each.to(wide) for each in values]
+    made = prologue.results(rows, dict(zip(prologue.read, read, strict=True)), x.dtype)
+    shape = (*x.shape[:-1], x.shape[-1] // prologue.width)
+    return {name: value.reshape(shape) for name, value in made.items()}
 
 
 def _in_pytorch(x: torch.Tensor, before: Before, after: After, *, differentiable: bool) -> list[torch.Tensor]:
     """The result in PyTorch. Computes in float32, or in float64 for float64, except where the prologue rounds. Codes
     are never differentiable."""
     of, form, round_first, given = after
-    wide, prologue = torch.promote_types(x.dtype, torch.float32), before.of
-    rows = [each.to(wide).reshape(-1, of.n) if each.shape == x.shape else each.to(wide) for each in (x, *before.values)]
-    made = prologue.results(rows[0], dict(zip(prologue.read, rows[1:], strict=True)), x.dtype)
-    values = made["x"].reshape(x.shape)
-    written = [made[name].reshape(x.shape).to(x.dtype) for name in prologue.written]
+    prologue = before.of
+    made = applied(x, prologue, before.values, of.n)
+    values = made["x"]
+    written = [made[name].to(x.dtype) for name in prologue.written]
+    if prologue.is_rounded:  # so that kernels without a prologue may do the rest
+        values = values.to(x.dtype)
     if form is None:
         y = ROTATE.functional(values, *of) if differentiable else rotated(values, of, False)
         return [y.to(x.dtype), *written]
-    codes, scales = make(x, of, form, round_first, given, values=values)
+    if prologue.is_rounded:
+        codes, scales = make(values, of, form, round_first, given)
+    else:
+        codes, scales = make(result_like(x, prologue.width), of, form, round_first, given, values=values)
     return [codes, no_scales(x) if form.group == TENSOR else scales, *written]
 
 
@@ -134,9 +279,9 @@ def _in_pytorch(x: torch.Tensor, before: Before, after: After, *, differentiable
 def _shapes(*arguments: Any) -> list[torch.Tensor]:
     x, before, after = _arguments(*arguments)
     _check(x, before, after)
-    like_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    first = [like_x] if after.form is None else [*empty_results(like_x, after.form)]
-    return [*first, *[torch.empty_like(like_x) for _ in before.of.written]]
+    rows = torch.empty_like(result_like(x, before.of.width), memory_format=torch.contiguous_format)
+    first = [rows] if after.form is None else [*empty_results(rows, after.form)]
+    return [*first, *[torch.empty_like(rows) for _ in before.of.written]]
 
 
 def _with_derivatives(*arguments: Any) -> list[torch.Tensor]:
@@ -150,6 +295,24 @@ def _with_derivatives(*arguments: Any) -> list[torch.Tensor]:
         return OPERATOR(*arguments)
 
 
+def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    """Rows of a batch are rows of the operator if it has one input and no scales; else one call for each."""
+    (of_x, *of_values), *of_others = in_dims
+    tensors, *options = arguments
+    if of_values or any(dim is not None for dim in tree_leaves(of_others)) or After.taken(*options[1:]).form:
+        results = [
+            OPERATOR(*tree_map(lambda value, dim, i=i: value if dim is None else value.select(dim, i), arguments, dims))
+            for i, dims in enumerate([in_dims] * info.batch_size)
+        ]
+        made = [torch.stack(each) for each in zip(*results, strict=True)]
+    else:
+        x = tensors[0].movedim(of_x, 0)
+        if x.dim() == 1:
+            check_tensor(x[0])
+        made = OPERATOR([x], *options)
+    return made, [0] * len(made)
+
+
 OPERATOR: Callable[..., list[torch.Tensor]] = register(
     "rotate_after",
     f"(Tensor[] tensors, str prologue, {AFTER}, Tensor? tensor_scale) -> Tensor[]",
@@ -157,3 +320,4 @@ OPERATOR: Callable[..., list[torch.Tensor]] = register(
     _shapes,
     _with_derivatives,
 )
+torch.library.register_vmap("hadagen::rotate_after", _vmap, lib=LIBRARY)

@@ -12,9 +12,10 @@ from torch.autograd import forward_ad
 from hadagen.errors import TensorError, UsageError, shown
 from hadagen.problem.formats import TENSOR, Format
 from hadagen.problem.problem import Problem, Rows
+from hadagen.problem.prologues import Prologue
 from hadagen.runtime import calls, kernels
 from hadagen.runtime.arguments import as_int
-from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, rotation_problem
+from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, result_like, rotation_problem
 from hadagen.runtime.checks import (
     REAL,
     as_float,
@@ -30,6 +31,7 @@ from hadagen.runtime.checks import (
     shape_of,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
+from hadagen.runtime.prologue_operator import Before, applied, rotate_after, text_of
 from hadagen.runtime.quantize_operator import (
     INTO,
     NAMES,
@@ -67,10 +69,12 @@ def rotate_quantize(
     numerics: str = "accurate",
     batch_invariant: bool | None = None,
     out: Quantized | tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    before: Prologue | None = None,
 ) -> Quantized:
     """Rotate the last dimension of x, and quantize the result.
 
-    x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m.
+    x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m. With a product in
+        before=, [..., 2·m].
     rotation: a `hadagen.Rotation` of rows of m elements; or n, a power of two, for H_n · n^-½ over blocks of n
         elements; None for no rotation.
     to: the format. docs/formats.md has the formats, their rules, groups and layouts.
@@ -93,6 +97,8 @@ def rotate_quantize(
         every call, PyTorch quantizes, with one RuntimeWarning. The default is True if HADAGEN_BATCH_INVARIANT is 1.
     out: the codes and scales to write and return: an earlier result, or a pair of tensors like the results of the call.
         They must not share memory with x. For fp8-tensor and fp8-head, the scales of out are ignored.
+    before: a value of `hadagen.prologues`, such as SiluMul(), which runs before the rotation in the same kernel. Codes
+        and scales are then contiguous, but for the layout of the scales.
 
     Rotation and quantizer compute in float32, and codes are rounded half to even. A value beyond the largest code gets
     the largest code. In formats without a code for NaN, a NaN gets 0, and an infinity gets the largest code. The E8M0
@@ -103,6 +109,7 @@ def rotate_quantize(
     gradient without gradient=True, and for an out that is not like the result.
     """
     target = None if out is None else _destination(out)
+    text = "" if before is None else text_of(before)
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
     source, results, what = x, None, None
@@ -115,7 +122,7 @@ def rotate_quantize(
             _check_kind(x)
             x = x.detach() if needs_derivative(x) else x
     if calls.is_plain(x):
-        asked = to, scale, group, rule, layout, round_first, numerics, batch_invariant
+        asked = to, scale, group, rule, layout, round_first, numerics, batch_invariant, text
         what = _what(x, rotation, tensor_scale, *asked)
         run = None if what is None else calls.known(x, what)
         if run is not None and not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
@@ -126,20 +133,29 @@ def rotate_quantize(
         check_values(x)
         check_is_flag(round_first, "round_first")
         check_is_flag(batch_invariant, "batch_invariant")
-        form, columns = Format.choose(to, as_int(group), rule, layout), x.shape[-1]
+        rows = x if before is None else result_like(x, before.width)
+        form, columns = Format.choose(to, as_int(group), rule, layout), rows.shape[-1]
         form.scales_in_row(columns)
         if form.element.bits == 4 and columns % 2:
-            raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
+            whose = "x has" if before is None else "the result of before has"
+            raise TensorError(f"{whose} {columns} columns; 4-bit codes need an even number")
         check_options(1.0 if scale is None else scale, numerics, torch.float32)
         given = _tensor_scale(tensor_scale, form, x)
         scale = scale if scale is None or is_symbolic(scale) else float(scale)
-        of = _operands(x, rotation, scale, numerics, bool(batch_invariant))
+        of = _operands(rows, rotation, scale, numerics, bool(batch_invariant), before)
         written = None if target is None else written_of(target, form)
-        results = _made(x, rotation, of, form, bool(round_first), given, written, what)
+        if written is not None:
+            _check_written(x, rows, rotation, form, given, written)
+        if before is None:
+            results = _made(x, of, form, bool(round_first), given, written, what)
+        else:
+            after = After(of, form, bool(round_first), given)
+            made = rotate_after(x, Before(text), after, written or (), _remembered(what))
+            results = (made[0], made[1]) if written is None else (written[0], written[-1])
     codes, scales = results if target is None else target
     quantized = Quantized(codes, given, form) if form.group == TENSOR else Quantized(codes, scales, form, given)
     if source is not x:
-        wide = source.float()
+        wide = source.float() if before is None else applied(source, before)["x"]
         quantized._exact = ROTATE.apply(wide, _operands(wide, rotation, scale, numerics, bool(batch_invariant)))
     return quantized
 
@@ -193,9 +209,36 @@ def _again(
 
 
 # ---- other calls -----------------------------------------------------------------------------------------------------
+def _check_written(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    rotation: Any,
+    form: Format,
+    given: torch.Tensor | None,
+    written: Sequence[torch.Tensor],
+) -> None:
+    """Raises `TensorError` for tensors that cannot take codes and scales of rows, which are x or like the result of a
+    prologue. Zeros what fills up columns of scales."""
+    if torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
+        return
+    for name, each in zip(NAMES, written, strict=False):
+        _check_has_no_gradient(each, name)
+    check_outputs(written, outputs_of(rows, form), x)
+    if all(has_only_memory(each) for each in (x, *written)):
+        kept = buffers_of(rotation) if isinstance(rotation, Rotation) else ()
+        kept = rotation.tensors if isinstance(rotation, RotateArguments) else kept
+        check_free(written, x, given, form, kept)
+        if form.layout.in_columns:  # PyTorch does not know that these zeros belong to it, so an operator may not
+            fill_up(written[1])
+
+
+def _remembered(what: Any) -> Any:
+    """The options of a call if it may be remembered: a value of another type may change."""
+    return what if what is not None and _PLAIN.issuperset(map(type, what[4:])) else None
+
+
 def _made(
     x: torch.Tensor,
-    rotation: Any,
     of: RotateArguments,
     form: Format,
     round_first: bool,
@@ -203,26 +246,14 @@ def _made(
     written: Sequence[torch.Tensor] | None,
     what: Any,
 ) -> tuple[Any, Any]:
-    """Codes and scales of a call whose arguments were checked; it bypasses the dispatcher if the dispatcher has nothing
-    to do."""
-    if written is not None and not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
-        for name, each in zip(NAMES, written, strict=False):
-            _check_has_no_gradient(each, name)
-        check_outputs(written, outputs_of(x, form), x)
-        if all(has_only_memory(each) for each in (x, *written)):
-            kept = buffers_of(rotation) if isinstance(rotation, Rotation) else ()
-            kept = rotation.tensors if isinstance(rotation, RotateArguments) else kept
-            check_free(written, x, given, form, kept)
-            if form.layout.in_columns:  # PyTorch does not know that these zeros belong to it, so an operator may not
-                fill_up(written[1])
+    """Codes and scales of a call without a prologue whose arguments were checked; it bypasses the dispatcher if the
+    dispatcher has nothing to do."""
     tensors = [x, given, of.matrices, of.signs, of.signs_after, *(written or ())]
     is_plain = not torch.compiler.is_dynamo_compiling() and all(
         each is None or (has_only_memory(each) and not needs_derivative(each)) for each in tensors
     )
     if is_plain:
-        if what is not None and not _PLAIN.issuperset(map(type, what[4:])):
-            what = None  # what is no plain value may change
-        results = make(x, of, form, round_first, given, written, what)
+        results = make(x, of, form, round_first, given, written, _remembered(what))
     else:
         options = After(of, form, round_first, given).at()
         if written is None:
@@ -273,12 +304,13 @@ def _operands(
     scale: float | None,
     numerics: str,
     batch_invariant: bool,
+    before: Prologue | None = None,
 ) -> RotateArguments:
-    """scale: None for the default."""
+    """x: a tensor like the rows to rotate. scale: None for the default. before: the prologue that makes the rows."""
     columns = x.shape[-1]
     factor = 1.0 if scale is None else scale
     if isinstance(rotation, Rotation):
-        return operands_of(rotation, x, factor, numerics, batch_invariant)
+        return operands_of(rotation, x, factor, numerics, batch_invariant, before)
     if isinstance(rotation, RotateArguments):
         made = rotation.scaled(factor, numerics, batch_invariant)
         if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
@@ -289,7 +321,8 @@ def _operands(
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
     if n < 1 or n & (n - 1) or columns % n:
         raise UsageError(
-            f"rotation = {shown(n)} is no power of two that divides the {columns} columns of x; choose one"
+            f"rotation = {shown(n)} is no power of two that divides the {columns} columns of "
+            f"{'x' if before is None else 'the result of before'}; choose one"
         )
     factor = n**-0.5 if scale is None else scale
     return RotateArguments(None, [1], None, None, n, False, False, factor, numerics, batch_invariant)

@@ -137,12 +137,17 @@ def make(
             made = run.new(rows.data_ptr(), *others)
             codes, scales = (made, made) if form.group == TENSOR else made
     if as_made is not form:
-        scales = quantizer.laid_out(scales.reshape(-1, scales.shape[-1]), form.layout, (*x.shape[:-2],))
-        codes = codes.contiguous()
+        codes, scales = as_asked(codes, scales, form)
     for each, values in zip(out or (), (codes, scales), strict=False):  # out has no scales, where the call has one
         if each is not values:
             each.copy_(values)
     return codes, scales
+
+
+def as_asked(codes: torch.Tensor, scales: torch.Tensor, form: Format) -> Results:
+    """Codes and scales of a format for which kernels write another layout, of what they write."""
+    leading = (*codes.shape[:-2],)
+    return codes.contiguous(), quantizer.laid_out(scales.reshape(-1, scales.shape[-1]), form.layout, leading)
 
 
 def _run(
@@ -171,22 +176,25 @@ def run_for(
     """The run of a kernel for tensors like x without gaps, in which so many heads have a scale; None if there is no
     kernel. The launch takes the addresses of the codes, of the scales if there are some, and of the operands that the
     prologue writes; then those of the tensor_scale if the format needs one, and of the operands that it reads."""
-    problem, columns = problem_for(x, of, form, round_first, before.name if before else ""), x.shape[-1]
-    if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
+    rows = calls.result_like(x, before.width) if before else x
+    problem, columns = problem_for(rows, of, form, round_first, before.name if before else ""), rows.shape[-1]
+    if problem is None or rows.numel() % problem.unit or rows.numel() // LEAST_GROUP >= _MOST_GROUPS:
         return None
     if of.batch_invariant and columns % problem.unit:  # where kernels take some numbers of rows only
         return None
-    units_in_head, rest = divmod(x.numel() // problem.unit, heads)
-    if rest:
+    units_in_head, rest = divmod(rows.numel() // problem.unit, heads)
+    numbers = calls.numbers_for(before, problem, rows) if before else {}
+    if rest or numbers is None:
         return None
-    count, groups, of_tensor = x.numel() // columns, form.scales_in_row(columns), form.group == TENSOR
+    count, groups, of_tensor = rows.numel() // columns, form.scales_in_row(columns), form.group == TENSOR
     written, read = (before.written, before.read) if before else ([], [])
     changing = [*["scales"] * (not of_tensor), *written, *["tensor_scale"] * form.needs_scale, *read]
-    launch = calls.launch_of(x, of, problem, False, sizes_for(form, count, columns, units_in_head), changing)
+    numbers |= sizes_for(form, count, columns, units_in_head)
+    launch = calls.launch_of(rows, of, problem, False, numbers, changing)
     if launch is None:
         return None
-    of_codes, of_scales = outputs_of(x, form)
-    outputs = [of_codes, *[of_scales] * (not of_tensor), *[calls.like(x)] * len(written)]
+    of_codes, of_scales = outputs_of(rows, form)
+    outputs = [of_codes, *[of_scales] * (not of_tensor), *[calls.like(rows)] * len(written)]
     dtype, make_scales = of_scales[2], None
     if not of_tensor and quantizer.room(count, groups, form.layout, dtype.itemsize) > count * groups:
         make_scales = functools.partial(quantizer.laid_out_empty, count, groups, form.layout, dtype, x.device)

@@ -129,7 +129,7 @@ def in_rows(packed: torch.Tensor, order: int) -> torch.Tensor:
 def addresses(of: RotateArguments, dtype: torch.dtype) -> dict[str, int]:
     """The addresses of the operands for x of this type, as `LaunchSpec.arguments` takes them. The tensors must stay
     where they are until the kernel has run."""
-    before, after = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
+    signs_in, signs_out = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
     matrix = None
     if of.matrices is not None:
         first, size = 0, len(of.matrices) // 2
@@ -137,7 +137,7 @@ def addresses(of: RotateArguments, dtype: torch.dtype) -> dict[str, int]:
             size = _pieces_size(of.orders[0]) // 4
             first = 2 * size * (dtype == torch.bfloat16)
         matrix = of.matrices[first + size * of.transposed :]
-    tensors = {"matrix": matrix, "signs_before": before, "signs_after": after}
+    tensors = {"matrix": matrix, "signs_before": signs_in, "signs_after": signs_out}
     return {name: 0 if each is None else each.data_ptr() for name, each in tensors.items()}
 
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.problem.matrices import find_matrix, find_orders
 from hadagen.problem.problem import Transform, may_have_kernels
+from hadagen.problem.prologues import Prologue
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
 from hadagen.runtime.calls import (
@@ -28,6 +29,7 @@ from hadagen.runtime.calls import (
     is_dynamo_compiling,
     is_plain,
     number_of,
+    result_like,
 )
 from hadagen.runtime.checks import (
     DTYPES,
@@ -71,6 +73,7 @@ from hadagen.runtime.named import (
     stored_matrix,
     stored_on,
 )
+from hadagen.runtime.prologue_operator import rotated_after, text_of, traced_after
 from hadagen.runtime.rotate_arguments import (
     TRAILER,
     RotateArguments,
@@ -212,22 +215,26 @@ class Rotation(SealedModule):
         out: torch.Tensor | None = None,
         numerics: str = "accurate",
         batch_invariant: bool | None = None,
+        before: Prologue | None = None,
     ) -> torch.Tensor:
         """x · M over the last dimension, which is n.
 
         x: [..., n] of type float16, bfloat16, float32 or float64, with any strides, on the device of the module. The
-            number of rows may be 0.
+            number of rows may be 0. With a product in before=, [..., 2·n].
         inplace: overwrite x and return it.
-        out: the tensor to write and return, of x's shape, dtype and device.
+        out: the tensor to write and return, of the result's shape, dtype and device.
         numerics, batch_invariant: as for `hadagen.hadamard_transform`.
+        before: a value of `hadagen.prologues`, such as SiluMul(), which runs before the rotation in the same kernel.
 
-        Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
-        It is differentiable in x, any number of times.
+        Returns [..., n] of x's dtype and device, also under autocast. It is contiguous, unless it is x or out. It is
+        differentiable in x, any number of times.
 
-        Raises TypeError if x or out is no tensor; `UsageError` for bad numerics; `TensorError` for a tensor that cannot
-        be rotated or written.
+        Raises TypeError if x or out is no tensor, or before no prologue; `UsageError` for bad numerics, and for
+        inplace=True where x is wider than the result; `TensorError` for a tensor that cannot be rotated or written.
         """
-        return self._run(x, inplace, out, numerics, batch_invariant, False)
+        if before is None:
+            return self._run(x, inplace, out, numerics, batch_invariant, False)
+        return self._run_after(x, before, inplace, out, numerics, batch_invariant)
 
     def inverse(
         self,
@@ -461,6 +468,37 @@ class Rotation(SealedModule):
                 self._check_apart(x, out)
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
 
+    def _run_after(
+        self,
+        x: Any,
+        before: Prologue,
+        inplace: bool,
+        out: torch.Tensor | None,
+        numerics: str,
+        batch_invariant: bool | None,
+    ) -> torch.Tensor:
+        text = text_of(before)
+        if batch_invariant is None:
+            batch_invariant = BATCH_INVARIANT
+        what = None
+        if is_plain(x) and (number := number_for(self, x)) is not None:
+            what = number, text, numerics, batch_invariant
+            y = again(x, what, inplace, out, memory_of(self) if out is not None else ())
+            if y is not None:
+                return cast(torch.Tensor, y)
+        check_is_flag(batch_invariant, "batch_invariant")
+        if stands_for_a_tensor(x) and not inplace and out is None:
+            return traced_after(x, before, self._options(x, False, 1.0, numerics, bool(batch_invariant)))
+        check_is_tensor(x, "x")
+        check_destination(x, inplace, out)
+        if not is_dynamo_compiling():
+            check_tensor(x)
+        rows = result_like(x, before.width)
+        options = operands_of(self, rows, 1.0, numerics, bool(batch_invariant), before)
+        if (inplace or out is not None) and not is_dynamo_compiling():
+            self._check_apart(x, out)
+        return rotated_after(x, before, options, inplace, out, what)
+
     def _check_apart(self, x: torch.Tensor, out: torch.Tensor | None) -> None:
         """Raises `TensorError` if the result would be written over the module's own buffers."""
         name, target = ("x", x) if out is None else ("out", out)
@@ -485,9 +523,9 @@ class Rotation(SealedModule):
     def _operands(
         self, tensors: tuple[Any, Any, Any], transposed: bool, scale: float, numerics: str, batch_invariant: bool
     ) -> RotateArguments:
-        matrices, before, after = tensors
+        matrices, signs_in, signs_out = tensors
         asked = transposed, float(self._scale) * scale, numerics, batch_invariant
-        return RotateArguments(matrices, self._orders, before, after, self.block, self._swapped, *asked)
+        return RotateArguments(matrices, self._orders, signs_in, signs_out, self.block, self._swapped, *asked)
 
     def _may_look(self, x: Any) -> bool:
         """Whether buffers can be read and operands made: not in traces, for fake tensors, or while a graph is
@@ -514,16 +552,17 @@ class Rotation(SealedModule):
 
         stored: `stored_on` or its operator. named: returns the operand of the name.
         """
-        matrices, before, after = buffers
+        matrices, *signs = buffers
         if matrices is not None or (self._all_of_h and self._signed):
-            signs, left = ((before, after), (None, None)) if self._all_of_h else ((None, None), (before, after))
-            return stored(matrices, *signs, self.name, list(self.k), self.block, self._scale), *left
+            folded, left = (signs, (None, None)) if self._all_of_h else ((None, None), signs)
+            return stored(matrices, *folded, self.name, list(self.k), self.block, self._scale), *left
+        signs_in, signs_out = signs
         if self.k:
-            return named(), before, after
-        if self._swapped and (before is None or after is None):
+            return named(), signs_in, signs_out
+        if self._swapped and (signs_in is None or signs_out is None):
             diagonal = named()
-            before, after = (diagonal if each is None else each for each in (before, after))
-        return None, before, after
+            signs_in, signs_out = (diagonal if each is None else each for each in signs)
+        return None, signs_in, signs_out
 
     def _named(self, x: Any) -> torch.Tensor:
         """The operand of the name: on the module's device the operand that the module holds, else the result of an
@@ -545,12 +584,10 @@ class Rotation(SealedModule):
         read = self._checked(_MATRICES, device), self._checked(_SIGNS, device), self._checked(_AFTER, device)
         watched = [(name, each, sealed.version_of(each), each.data_ptr()) for name, each in self._present]
         named = functools.partial(named_on, self.name, self.k or (1,), self.block, str(device))
-        matrices, before, after = self._joined(read, stored_on, named)
+        matrices, *signs = self._joined(read, stored_on, named)
         if device.type == "cuda":  # kernels need it
-            before, after = (
-                each.clone() if each is not None and each.data_ptr() % ALIGNMENT else each for each in (before, after)
-            )
-        tensors = matrices, before, after
+            signs = [each.clone() if each is not None and each.data_ptr() % ALIGNMENT else each for each in signs]
+        tensors = matrices, *signs
         of = self._operands(tensors, False, 1.0, "accurate", False)
         self._made = _Made(_index(device), watched, tensors, number_of(of, self.n))
         return self._made
@@ -597,10 +634,15 @@ def operands_of(
     scale: float,
     numerics: str = "accurate",
     batch_invariant: bool = BATCH_INVARIANT,
+    before: Prologue | None = None,
 ) -> RotateArguments:
-    """The arguments of an operator that rotates x and multiplies by a scale. Raises what a call with x raises."""
+    """The arguments of an operator that rotates x and multiplies by a scale. Raises what a call with x raises.
+
+    x: a tensor like the rows to rotate. before: the prologue that makes the rows."""
     if x.shape[-1] != rotation.n:
-        raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {rotation.n}")
+        width = before.width if before is not None else 1
+        takes = f"{width} · {rotation.n} with before= of two parts" if width > 1 else f"{rotation.n}"
+        raise TensorError(f"the last dimension of x is {width * x.shape[-1]}; this rotation takes {takes}")
     options = rotation._options(x, False, scale, numerics, batch_invariant)
     if not is_dynamo_compiling():  # where the operator's own checks do more for the message
         check(x, options)

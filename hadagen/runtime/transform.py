@@ -9,7 +9,8 @@ import torch
 from torch.overrides import handle_torch_function
 
 from hadagen.problem.problem import padded_length
-from hadagen.runtime.calls import again, is_plain
+from hadagen.problem.prologues import Prologue
+from hadagen.runtime.calls import again, is_plain, result_like
 from hadagen.runtime.checks import (
     REAL,
     check_call,
@@ -22,6 +23,8 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
+from hadagen.runtime.prologue_operator import check_target, rotated_after, text_of
+from hadagen.runtime.rotate_arguments import RotateArguments
 from hadagen.runtime.transform_operator import HADAMARD, Options
 
 _NEARLY = 1e-3  # relative, as a scale may have been rounded
@@ -36,6 +39,7 @@ def hadamard_transform(
     out: torch.Tensor | None = None,
     numerics: str = "accurate",
     batch_invariant: bool | None = None,
+    before: Prologue | None = None,
 ) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, where H_n is the Hadamard matrix of ±1 in Sylvester's order.
 
@@ -44,42 +48,56 @@ def hadamard_transform(
         This is not an orthonormal transform of m elements, whatever the scale, and has no inverse;
         `hadagen.Rotation(m)` is one. Kernels for the GPU run for all types except float64, and for m from 2 to 131072.
         All other calls run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a
-        RuntimeWarning. The number of rows may be 0.
+        RuntimeWarning. The number of rows may be 0. With a product in before=, [..., 2·m].
     scale: n ** -0.5 makes the transform orthonormal and its own inverse if m = n. For another m, n ** -0.5 gives a
         warning once. With the default of 1, results are about √n times as large as x, and at most n times. So float16
         overflows for n = 32768 if values of x are around 300.
     inplace: overwrite x and return it.
-    out: the tensor to write and return, of x's shape, dtype and device; either x itself or without overlap with x.
+    out: the tensor to write and return, of the result's shape, dtype and device; either x itself or without overlap
+        with x.
     numerics: "accurate" rounds to the type of x once, when the result is stored. "fast" may also round between steps,
         but no more often than HadaCore.
     batch_invariant: whether a row gives the same bits among any number of rows, with any strides, on every GPU of the
         same arch. Batch-invariant calls are slower at some sizes. The default is True if HADAGEN_BATCH_INVARIANT is 1
         when hadagen is first used.
+    before: a value of `hadagen.prologues`, such as SiluMul(), which runs before the transform; in the same kernel, if m
+        is a power of two.
 
-    Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
+    Returns a tensor [..., m] of x's dtype and device, also under autocast. It is contiguous, unless it is x or out.
     The function is differentiable in x, any number of times. It runs on the current stream of x's device.
 
-    Raises TypeError if x, out, scale or a flag is of a wrong type; `UsageError`, a ValueError, for a bad scale or
-    numerics; `TensorError`, also a RuntimeError, for a tensor that cannot be transformed or written; `DeviceError` if
-    the GPU refuses the launch, or has no kernels that give the same bits in every call; `StorageError` if
-    HADAGEN_BUNDLE names a file that is damaged or no bundle. Nothing is written before all arguments are checked.
+    Raises TypeError if x, out, scale, a flag or before is of a wrong type; `UsageError`, a ValueError, for a bad scale
+    or numerics, and for inplace=True where x is wider than the result; `TensorError`, also a RuntimeError, for a tensor
+    that cannot be transformed or written; `DeviceError` if the GPU refuses the launch, or has no kernels that give the
+    same bits in every call; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle. Nothing is
+    written before all arguments are checked.
     """
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
     # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do. A
     # scale of a refused type must not be found because it equals a number.
+    options = scale, numerics, batch_invariant
+    if before is not None:
+        options = *options, text_of(before)
     if is_plain(x) and isinstance(scale, REAL):
-        y = again(x, (scale, numerics, batch_invariant), inplace, out)
+        y = again(x, options, inplace, out)
         if y is not None:
             return cast(torch.Tensor, y)
-    return _dispatched(x, scale, inplace, out, numerics, batch_invariant)
+    return _dispatched(x, scale, inplace, out, numerics, batch_invariant, before)
 
 
 def _dispatched(
-    x: Any, scale: Any, inplace: bool, out: torch.Tensor | None, numerics: str, batch_invariant: bool
+    x: Any,
+    scale: Any,
+    inplace: bool,
+    out: torch.Tensor | None,
+    numerics: str,
+    batch_invariant: bool,
+    before: Prologue | None,
 ) -> torch.Tensor:
     if stands_for_a_tensor(x):
         named: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
+        named |= {} if before is None else {"before": before}
         return handle_torch_function(hadamard_transform, (x,), x, scale, **named, batch_invariant=batch_invariant)
     check_is_tensor(x, "x")
     check_destination(x, inplace, out)
@@ -90,11 +108,31 @@ def _dispatched(
         # Computed from a shape that was traced, it is a tensor.
         scale = float(scale) if isinstance(scale, torch.Tensor) and torch._C._is_tracing() else scale
         check_call(x, scale, numerics)
-        if out is not None:
+        if out is not None and before is None:
             check_like(x, out)
-        _warn_of_padding(x.shape[-1], scale)
+        _warn_of_padding(x.shape[-1] // (1 if before is None else before.width), scale)
     options = Options(scale if is_symbolic(scale) else float(scale), numerics, bool(batch_invariant))
+    if before is not None:
+        return _after(x, before, options, inplace, out)
     return cast(torch.Tensor, HADAMARD.dispatch(x, options, inplace, out))
+
+
+def _after(
+    x: torch.Tensor, before: Prologue, options: Options, inplace: bool, out: torch.Tensor | None
+) -> torch.Tensor:
+    """The transform of the result of a prologue."""
+    columns = int(result_like(x, before.width).shape[-1])  # by which Dynamo guards
+    arguments = None, [1], None, None
+    if columns & (columns - 1) == 0:
+        of = RotateArguments(*arguments, columns, False, False, *options)
+        return rotated_after(x, before, of, inplace, out, (*options, text_of(before)))
+    # Padded rows: kernels transform what PyTorch made of x. float32 has all values that are not rounded before.
+    check_target(x, before, inplace, out)
+    given = x if before.is_rounded or x.dtype == torch.float64 else x.float()
+    values = rotated_after(given, before, RotateArguments(*arguments, 1, False, False, 1.0, *options[1:]))
+    y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
+    target = x if inplace else out
+    return cast(torch.Tensor, y) if target is None else target.copy_(y)
 
 
 def _warn_of_padding(columns: Any, scale: Any) -> None:

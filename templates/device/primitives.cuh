@@ -203,8 +203,17 @@ HADAGEN_INLINE float quotient_of(float a, float b) { return __fdiv_rn(a, b); }
 HADAGEN_INLINE float exp_of(float a) { return expf(a); }
 HADAGEN_INLINE float erf_of(float a) { return erff(a); }
 HADAGEN_INLINE float tanh_of(float a) { return tanhf(a); }
-HADAGEN_INLINE float quick_exp_of(float a) { return __expf(a); }
-HADAGEN_INLINE float quick_quotient_of(float a, float b) { return __fdividef(a, b); }
+// __expf and __fdividef, as -use_fast_math compiles them: subnormal numbers are zeros.
+HADAGEN_INLINE float quick_exp_of(float a) {
+    float d;
+    asm("{.reg .f32 e; mul.rn.ftz.f32 e, %1, 0f3FB8AA3B; ex2.approx.ftz.f32 %0, e;}" : "=f"(d) : "f"(a));
+    return d;
+}
+HADAGEN_INLINE float quick_quotient_of(float a, float b) {
+    float d;
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
 HADAGEN_INLINE float full_quotient_of(float a, float b) {
     float d;
     asm("div.full.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
@@ -589,5 +598,7 @@ template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) {
 #pragma unroll
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// The same if it was begun. ptxas lets other instructions run beside a product only if every path waits for it.
+template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count], bool) { wait_for_product(d); }
 
 }  // namespace hadagen

@@ -335,5 +335,9 @@ HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[operand
 }
 // Waits until d is there, and the boxes may be written again.
 template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) { machine::end_product(d); }
+// The same if it was begun.
+template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count], bool begun) {
+    if (begun) machine::end_product(d);
+}
 
 }  // namespace hadagen

@@ -265,6 +265,7 @@ class Tile:
     flips: ClassVar[tuple[bool, ...]] = (True, False)  # the `before` of the steps `Signs` of a signed transform
     # The file whose macros go before those of the same name that other steps have in theirs.
     template = "steps.cu.j2"
+    warps_part: ClassVar[bool] = False  # whether a warp may be at a later tile than the other warps of its block
 
     def held_from(self, plan: Draft) -> int:
         """The number of steps after which threads hold values in registers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hadagen.plan.layout import (
     PAIR,
@@ -110,6 +110,8 @@ class Product(Step, Tile):
     holds_all = True
     is_product = True
     flips = (True, False)
+    warps_part = True
+    ahead: ClassVar[bool] = False  # whether a warp begins the product of the next tile before it transforms this one
 
     def order(self, plan: Draft) -> int:
         """Rows of the matrix that it multiplies by."""
@@ -172,13 +174,14 @@ class Product(Step, Tile):
         values.rename(self.renamed(plan))
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return self.name, self.fold
+        return Product.name, self.fold
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         steps = self.pieces(plan) * self.operands_in_slab(plan)
         # In mma.m16n8k16, of which the tensor cores carry out one and a half in the time that the model counts for one.
         mma = steps * self.columns(plan) / 8 / 1.5
-        return Cost(4 * steps + 40, mma=round(mma), waits={"mma": steps, "shared": 2, "block sync": 1})
+        waits = {"shared": 2, "block sync": 1} | ({} if self.ahead else {"mma": steps})
+        return Cost(4 * steps + 40, mma=round(mma), waits=waits)
 
     def sentence(self, bits: str) -> str:
         return "matrix of the transform" + (f", which takes in bits {bits}" if bits else "")
@@ -202,6 +205,7 @@ class Product(Step, Tile):
             "slabs_given": -(-plan.problem.order // OPERAND_SIDE),
             "stages": plan.load.stages,
             "in_turns": self.in_turns,
+            "ahead": self.ahead,
             "takers": plan.warps // WARPS,
             **power,
             **lift,
@@ -240,7 +244,8 @@ class Product(Step, Tile):
     def registers(self, plan: Draft, *, wide: bool) -> int:
         of = plan.problem.transform
         signs = self.vectors(plan) + self.eights(plan) if of.real and of.signed else 0
-        return self.columns(plan) // 2 + 4 * self.pieces(plan) * self.operands_in_slab(plan) + signs + _MORE_REGISTERS
+        sums = self.columns(plan) // 2 << self.ahead
+        return sums + 4 * self.pieces(plan) * self.operands_in_slab(plan) + signs + _MORE_REGISTERS
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
         length = self.length(plan)
@@ -284,6 +289,7 @@ class Product(Step, Tile):
         return {
             "stages_from": self.template,
             "m": self.view(plan, 0),
+            "shares_peaks": plan.footprint.size("peaks") > 0,
             "vectors": self.eights(plan),
             "stored_at": add(*(scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))),
             "store_vector": of_vector(coordinates) or "0",
@@ -292,6 +298,15 @@ class Product(Step, Tile):
             if self._fills_warps(plan)
             else add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), of_vector(rows)),
         }
+
+
+@dataclass(frozen=True)
+class ProductAhead(Product):
+    """The product of this tile, which is under way since the tile before, and the start of the next tile's. So tensor
+    cores multiply while the same warps transform."""
+
+    name = "ProductAhead"
+    ahead = True
 
 
 @dataclass(frozen=True)
