@@ -18,7 +18,7 @@ from hadagen.plan.steps.conversions import Correct, Narrow, Normalize, Round, Sc
 from hadagen.plan.steps.exchanges import Exchange, Transpose
 from hadagen.plan.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.plan.steps.memory import Load, Prefetch, Store, Trigger
-from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product
+from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product, WarpProduct
 from hadagen.plan.steps.quantize import Largest, Quantize, Renumber
 from hadagen.plan.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 from hadagen.problem.formats import TENSOR
@@ -29,7 +29,7 @@ EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 WHOLE, HALF = "whole", "half"
 HADAMARD, MATRIX_FIRST = "hadamard", "matrix"
-TOGETHER, IN_TURNS = "together", "in_turns"
+TOGETHER, ALONE, IN_TURNS = "together", "alone", "in_turns"
 MAX_EXCHANGED_LANES = 4  # the fifth lane bit stays, so that stores write whole sectors of 32 bytes
 # `far_lanes` → how many far bits come to lanes before others come to registers; bits of blocks go to registers first.
 # With two, stores write whole lines of 128 bytes.
@@ -83,16 +83,16 @@ class Knobs:
     cluster: int = _knob((1, 2, 4, 8, 16), "blocks per cluster")
     first: str = _knob(
         (HADAMARD, MATRIX_FIRST),
-        "what a kernel with a matrix multiplies by first; by its matrix with wgmma, so that one rounding is left",
+        "what a kernel with a matrix multiplies by first; by its matrix, so that one rounding is left",
         with_matrix=True,
     )
     fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
     products: str = _knob(
-        (TOGETHER, IN_TURNS),
-        "whether warps of one block begin their products by the matrix together or in turns, where it comes first",
+        (TOGETHER, ALONE, IN_TURNS),
+        "how warps multiply by the matrix where it comes first: four warps at once with wgmma, all fours together or in "
+        "turns, or each warp alone with mma",
         with_matrix=True,
-        room=False,
-        estimated=1,
+        estimated=2,
     )
     rows: int = _knob(
         (1, 2, 4, 8, 16, 32, 64, 128, 256), "rows of a tile that is multiplied by a matrix", with_matrix=True
@@ -336,10 +336,9 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     form = problem.io.form
     folds = form is not None and not form.rounds_first
     in_registers = problem.bits - knobs.fold - 3  # bits of a column
-    steps: list[Step] = [
-        LoadBoxes(knobs.load, knobs.stages),
-        Product(knobs.fold, knobs.rows, knobs.products == IN_TURNS),
-    ]
+    in_fours = Product(knobs.fold, knobs.rows, knobs.products == IN_TURNS)
+    alone = WarpProduct(knobs.fold, knobs.rows)
+    steps: list[Step] = [LoadBoxes(knobs.load, knobs.stages), alone if knobs.products == ALONE else in_fours]
     steps += [Butterfly(reg(j)) for j in range(2, in_registers)]
     steps.append(CrossButterflies(min(2, max(0, in_registers)), scales=not folds))
     steps += _to_codes(problem, steps, folds, False) if form else [Round(), Store()]

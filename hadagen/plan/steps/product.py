@@ -1,15 +1,16 @@
 """The steps of a transform that multiplies by its matrix first.
 
 A row of x is a matrix X of order × length elements, and the transform is A · X · H, times the scale. `LoadBoxes` brings
-X to shared memory as it is. `Product` multiplies it by A, on the tensor cores of warps in fours, and leaves sums in
-fp32. Then steps for bits transform the columns that each thread has. So the only rounding is that of the result.
+X to shared memory as it is. `Product` multiplies it by A on the tensor cores, with warps in fours, or `WarpProduct`
+with each warp alone, and leaves sums in fp32. Then steps for bits transform the columns that each thread has. So the
+only rounding is that of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hadagen.plan.layout import (
     PAIR,
@@ -48,9 +49,8 @@ from hadagen.problem.problem import DType
 if TYPE_CHECKING:
     from hadagen.plan.steps.values import TileValues
 
-# wgmma.m64nNk16 (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): the warps that carry it out together,
-# the rows of its left operand, and the numbers of columns that hadagen has it for.
-WARPS, PRODUCT_ROWS = 4, 64
+# The numbers of columns that hadagen has a product for, by wgmma.m64nNk16 (PTX ISA, "Asynchronous Warpgroup Level Matrix
+# Instructions") or by mma.m16n8k16.
 PRODUCT_COLUMNS = (64, 128, 256)
 BOX_COLUMNS = 64  # of 16-bit values in the 128 bytes of a swizzled row
 _BOX_ROW_BYTES = 128
@@ -60,7 +60,7 @@ _MORE_REGISTERS = 12  # of a thread, besides `OVERHEAD_REGISTERS`, as compiled k
 
 @dataclass(frozen=True)
 class LoadBoxes(Load):
-    """Global memory → shared memory, for `Product`: boxes of 64 columns of X, whose rows are swizzled.
+    """Global memory → shared memory, for `BoxProduct`: boxes of 64 columns of X, whose rows are swizzled.
 
     A row of a box has 128 bytes. Its 16-byte vector v lies where vector v XOR (row mod 8) would lie otherwise, so that
     neither rows nor columns meet in a bank. Each thread flips the signs of the vectors that it has copied.
@@ -86,21 +86,19 @@ class LoadBoxes(Load):
 
 
 @dataclass(frozen=True)
-class Product(Step, Tile):
-    """A times what `LoadBoxes` left in shared memory, by wgmma. The sums stay in fp32.
+class BoxProduct(Step, Tile):
+    """A times what `LoadBoxes` left in shared memory. The sums stay in fp32. The base class of `Product` and
+    `WarpProduct`.
 
     The matrix takes in the H of the upper `fold` bits of a column: A ⊗ H, times a matrix of 2^fold times as many,
-    shorter rows. Four warps multiply by 64 rows of it; the number of a row is in three lane bits, a register bit and
-    the warp. The lowest bit of a column is at `pair`, the next two are in lanes, and the others in registers.
+    shorter rows. A warp has 16 rows of it; the number of a row is in three lane bits, a register bit and the warp. The
+    lowest bit of a column is at `pair`, the next two are in lanes, and the others in registers.
     """
-
-    name = "Product"
-    labels = "fold rows in_turns"
 
     fold: int
     rows: int = 1  # of x, whose columns lie side by side
-    in_turns: bool = False  # whether four warps begin when the four before them have begun
 
+    together: ClassVar[int]  # warps that carry out a product together
     template = "product.cu.j2"
     operands = MATRIX, *SIGNS
     takes = PACKED
@@ -144,9 +142,6 @@ class Product(Step, Tile):
     def multiplies(self) -> str:
         return "factor 1"
 
-    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
-        return frozenset({"wgmma"})
-
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if not isinstance(plan.load, LoadBoxes):
             yield "it multiplies what lies in boxes"
@@ -166,12 +161,6 @@ class Product(Step, Tile):
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
         return self.name, self.fold
 
-    def cost(self, plan: Draft, carrier: str) -> Cost:
-        steps = self.operands_in_slab(plan)
-        # In mma.m16n8k16, of which the tensor cores carry out one and a half in the time that the model counts for one.
-        mma = steps * self.columns(plan) / 8 / 1.5
-        return Cost(4 * steps + 40, mma=round(mma), waits={"mma": steps, "shared": 2, "block sync": 1})
-
     def sentence(self, bits: str) -> str:
         return "matrix of the transform" + (f", which takes in bits {bits}" if bits else "")
 
@@ -190,9 +179,10 @@ class Product(Step, Tile):
             "boxes": self.columns(plan) // BOX_COLUMNS,
             "rows_at_once": 32 * plan.warps // 8,  # of a box, in each of which eight threads copy
             "slabs_given": -(-plan.problem.order // OPERAND_SIDE),
+            "spare_warps": plan.warps > self.operands_in_slab(plan),
             "stages": plan.load.stages,
-            "in_turns": self.in_turns,
-            "takers": plan.warps // WARPS,
+            "in_turns": False,
+            "alone": self.together == 1,
             **power,
         }
 
@@ -202,7 +192,7 @@ class Product(Step, Tile):
 
     def _fills_warps(self, plan: Draft) -> bool:
         """Whether the matrix has all rows that the warps multiply by."""
-        return self.order(plan) % PRODUCT_ROWS == 0
+        return self.order(plan) % (OPERAND_SIDE * self.together) == 0
 
     # ---- as the tile -------------------------------------------------------------------------------------------------
     def held_from(self, plan: Draft) -> int:
@@ -214,7 +204,7 @@ class Product(Step, Tile):
         return Placement({**columns, ROW: Axis(plan.problem.order, plan.problem.length), **rows})
 
     def warps(self, plan: Draft) -> int:
-        return WARPS * -(-self.order(plan) // PRODUCT_ROWS)
+        return self.together * -(-self.order(plan) // (OPERAND_SIDE * self.together))
 
     def vectors(self, plan: Draft) -> int:
         """16-byte vectors of a tile that a thread copies."""
@@ -279,6 +269,50 @@ class Product(Step, Tile):
             if self._fills_warps(plan)
             else add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), of_vector(rows)),
         }
+
+
+@dataclass(frozen=True)
+class Product(BoxProduct):
+    """The product by wgmma, which four warps carry out together."""
+
+    name = "Product"
+    labels = "fold rows in_turns"
+
+    in_turns: bool = False  # whether four warps begin when the four before them have begun
+
+    together = 4
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"wgmma"})
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        steps = self.operands_in_slab(plan)
+        # In mma.m16n8k16, of which the tensor cores carry out one and a half in the time that the model counts for one.
+        mma = steps * self.columns(plan) / 8 / 1.5
+        return Cost(4 * steps + 40, mma=round(mma), waits={"mma": steps, "shared": 2, "block sync": 1})
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return {**super().view(plan, at), "in_turns": self.in_turns, "takers": plan.warps // self.together}
+
+
+@dataclass(frozen=True)
+class WarpProduct(BoxProduct):
+    """The product by mma, which each warp carries out alone."""
+
+    name = "WarpProduct"
+    labels = "fold rows"
+
+    together = 1
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"mma_bf16", "bf16x2_fma"} if dtype is DType.BFLOAT16 else {"mma_f16"})
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        steps = self.operands_in_slab(plan)
+        mma = steps * self.columns(plan) // 8
+        loads = mma // 2  # of the right operands of two mma
+        waits = {"mma": steps, "shared": 2, "block sync": 1}
+        return Cost(mma + loads + 40, mma=mma, shared_bytes=WARP_VECTOR_BYTES * loads, waits=waits)
 
 
 @dataclass(frozen=True)
