@@ -29,6 +29,7 @@ from hadagen.plan.layout import (
     swaps,
 )
 from hadagen.plan.steps.base import (
+    BARRIERS,
     FP32,
     PACKED,
     WARP_BYTES,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 PRODUCT_COLUMNS = (64, 128, 256)
 BOX_COLUMNS = 64  # of 16-bit values in the 128 bytes of a swizzled row
 _BOX_ROW_BYTES = 128
-_ALIGNED = 1024  # swizzled rows repeat after so many bytes, where boxes begin
+_ALIGNED = 1024  # swizzled rows repeat after so many bytes, where boxes of wgmma begin
 _MORE_REGISTERS = 12  # of a thread, besides `OVERHEAD_REGISTERS`, as compiled kernels have
 
 
@@ -70,7 +71,8 @@ class LoadBoxes(Load):
     template = "product.cu.j2"
 
     def regions(self, plan: Draft) -> Iterator[Region]:
-        yield Region("barriers", _ALIGNED)
+        assert isinstance(plan.tile, BoxProduct)
+        yield Region("barriers", plan.tile.boxes_from)
         yield Region("stages", self.stages * plan.stage_bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
@@ -99,6 +101,7 @@ class BoxProduct(Step, Tile):
     rows: int = 1  # of x, whose columns lie side by side
 
     together: ClassVar[int]  # warps that carry out a product together
+    boxes_from: ClassVar[int] = BARRIERS.size  # bytes of shared memory before the boxes
     template = "product.cu.j2"
     operands = MATRIX, *SIGNS
     takes = PACKED
@@ -281,6 +284,7 @@ class Product(BoxProduct):
     in_turns: bool = False  # whether four warps begin when the four before them have begun
 
     together = 4
+    boxes_from = _ALIGNED
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         return frozenset({"wgmma"})
