@@ -344,7 +344,7 @@ NOT_LEGAL_ON_TURING: list[tuple[str, dict[str, int | str], str]] = [
     ("n80-k80-float16-fast", {"rows": 16, "load": "cp_async"}, "the arch has no cp_async"),
     ("n3584-k28-float16-fast", {"ahead": 8}, "the arch has no bulk copies to L2"),
     ("n3584-k28-float16-fast", {"trigger": "load"}, "the arch starts no kernel before the last one ends"),
-    ("n3584-k28-float16-fast", FIRST, "the arch has no wgmma (first must be hadamard)"),
+    ("n3584-k28-float16-fast", FIRST, "the arch has no cp_async (first must be hadamard)"),
 ]
 
 

@@ -15,7 +15,7 @@ from real_compilers import is_there, needs_compiler, needs_nvrtc
 from sample_bundle import write_trials
 from sample_trials import make_kernel, make_timing, make_trial
 from slow import cases_of
-from spaces import ARCH, space_of
+from spaces import ARCH
 from test_quantizer import TYPES
 from test_quantizing_kernels import check, emulated
 
@@ -29,12 +29,12 @@ from hadagen.compiler.ptx_version import lowered
 from hadagen.compiler.recipes import Recipe, closest_recipe, image_of, is_recipe_of
 from hadagen.compiler.toolchain import BuildFailure, Toolchain, assembled
 from hadagen.errors import UsageError
-from hadagen.plan.arch import load_arch
+from hadagen.plan.arch import Arch, load_arch
 from hadagen.plan.knobs import MATRIX_FIRST, Knobs
 from hadagen.plan.plan import Plan, interpret
 from hadagen.plan.space import Space, build_plan
 from hadagen.plan.steps.base import roundings
-from hadagen.plan.steps.product import PRODUCT_COLUMNS, Product
+from hadagen.plan.steps.product import PRODUCT_COLUMNS, BoxProduct, Product, WarpProduct
 from hadagen.problem.bits import decode
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, verification_operands
@@ -59,8 +59,8 @@ class Choice:
     products: str = "together"
 
     def __str__(self) -> str:
-        turns = ", in turns" * (self.products != "together")
-        return f"{self.key}, {self.rows} rows, fold {self.fold}, {self.stages} stages{turns}"
+        how = f", {self.products}" * (self.products != "together")
+        return f"{self.key}, {self.rows} rows, fold {self.fold}, {self.stages} stages{how}"
 
     @property
     def problem(self) -> Problem:
@@ -69,7 +69,10 @@ class Choice:
     @property
     def plan(self) -> Plan:
         knobs = {name: value for name, value in vars(self).items() if name != "key"}
-        return build_plan(self.problem, product_first(**knobs), ARCH)
+        return build_plan(self.problem, product_first(**knobs), BLACKWELL if self.products == "alone" else ARCH)
+
+
+BLACKWELL = load_arch("sm100")  # which has no wgmma
 
 
 def product_first(**knobs: Any) -> Knobs:
@@ -105,6 +108,7 @@ CHOICES = [
     Choice("n11008-k172-bfloat16-fast", 0, 4, products="in_turns"),
     Choice("n7168-k28-signed-float16-accurate", 2, 2, 4, "in_turns"),
 ]
+CHOICES += [replace(each, products="alone") for each in CHOICES if each.products == "together"]
 QUANTIZING = [
     Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3),
     Choice("n3072-k12-float16-to-int8_row_3072_convrot-accurate", 2, 2),
@@ -129,6 +133,7 @@ QUANTIZING = [
     Choice("n192-k12-float16-to-fp8_head-accurate", 1, 3, rows=16),
     Choice("n11008-k172-float16-to-fp8_row_11008-accurate", 0, 2, products="in_turns"),
 ]
+QUANTIZING += [replace(each, products="alone") for each in QUANTIZING if each.products == "together"]
 with_each = pytest.mark.parametrize("choice", CHOICES, ids=str)
 
 
@@ -241,30 +246,30 @@ def test_codes_of_every_class_of_input_are_within_the_bound(choice: Choice, modu
     assert {name: error for name, error in errors.items() if not error <= choice.problem.error_bound} == {}
 
 
-def test_all_ways_through_the_kernel_are_tried() -> None:
+@pytest.mark.parametrize("kind", [Product, WarpProduct])
+def test_all_ways_through_the_kernel_are_tried(kind: type[BoxProduct]) -> None:
     plans = [(each, each.plan) for each in CHOICES]
-    products = [(each, plan, plan.tile) for each, plan in plans if isinstance(plan.tile, Product)]
-    assert len(products) == len(CHOICES)
+    products = [(each, plan, plan.tile) for each, plan in plans if isinstance(plan.tile, kind)]
     assert {(each.fold, tile.columns(plan)) for each, plan, tile in products if each.rows == 1} == {
         (fold, columns) for fold in range(4) for columns in PRODUCT_COLUMNS
     }
     assert {tile.length(plan) for each, plan, tile in products if each.rows > 1} == {8, 16, 32, 64}
     both = {True, False}
     for fold in range(4):
-        some = [(each, plan, tile) for each, plan, tile in products if each.fold == fold]
-        assert {plan.problem.transform.signed for _, plan, _ in some} == both
-        assert {plan.problem.io.input for _, plan, _ in some} == {DType.FLOAT16, DType.BFLOAT16}
-    assert {each.stages for each in CHOICES} == {2, 3, 4}
+        some = [plan.problem for each, plan, _ in products if each.fold == fold]
+        assert {problem.transform.signed for problem in some} == both
+        assert {problem.io.input for problem in some} == {DType.FLOAT16, DType.BFLOAT16}
+    assert {each.stages for each, _, _ in products} == {2, 3, 4}
     assert {tile.order(plan) % 16 > 0 for _, plan, tile in products} == both
     assert {tile.order(plan) % 64 > 0 for _, plan, tile in products} == both
-    assert {(plan.warps > 4, tile.in_turns) for _, plan, tile in products} == {
-        (False, False),
-        (True, False),
-        (True, True),
-    }
     # Whether all threads copy as many vectors.
     assert {tile.order(plan) % (4 * plan.warps) > 0 for _, plan, tile in products} == both
-    forms = [each.problem.io.form for each in QUANTIZING]
+    if kind is Product:
+        several = {(plan.warps > 4, tile.in_turns) for _, plan, tile in products if isinstance(tile, Product)}
+        assert several == {(False, False), (True, False), (True, True)}
+    else:  # rows of a box are swizzled in two ways where warps are odd in number
+        assert {(plan.warps > 1, plan.warps % 2) for _, plan, _ in products} == {(False, 1), (True, 0), (True, 1)}
+    forms = [each.problem.io.form for each in QUANTIZING if isinstance(each.plan.tile, kind)]
     assert {form.layout.value for form in forms if form} >= {"row-major", "column-major", "swizzled"}
     assert {form.rounded for form in forms if form} == both
 
@@ -291,28 +296,43 @@ def test_the_result_has_the_only_rounding() -> None:
 KEY = "n1536-k12-bfloat16-accurate"
 
 
-@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm100", "sm120"])
-def test_no_other_arch_has_the_instruction(arch: str) -> None:
-    problem, other = Problem.parse(KEY), load_arch(arch)
-    with pytest.raises(UsageError, match=re.escape("the arch has no wgmma (first must be hadamard)")):
-        build_plan(problem, product_first(), other)
-    space = Space(problem, other)
-    assert {knobs.first for knobs in (*space.legal, *space.seeds())} <= {"hadamard"}
+@pytest.mark.parametrize("name", known_archs())
+def test_only_hopper_has_wgmma_and_turing_has_no_product(name: str) -> None:
+    problem, arch = Problem.parse(KEY), load_arch(name)
+    ways = {"sm75": set(), "sm90": {"together", "alone", "in_turns"}}.get(name, {"alone"})
+    space = Space(problem, arch)
+    assert {knobs.products for knobs in space.legal if knobs.first == MATRIX_FIRST} == ways
+    assert {knobs.products for knobs in space.seeds() if knobs.first == MATRIX_FIRST} == ways - {"in_turns"}
+    for products in {"together", "alone"} - ways:
+        lacking = "cp_async (first must be hadamard)" if name == "sm75" else "wgmma (products must be another)"
+        with pytest.raises(UsageError, match=re.escape(f"the arch has no {lacking}")):
+            build_plan(problem, product_first(products=products), arch)
 
 
 @pytest.mark.parametrize("key", [KEY, "n12288-k12-float16-fast", "n768-k12-signed-bfloat16-to-mxfp4_32-accurate"])
-def test_searches_choose_it_too(key: str) -> None:
+@pytest.mark.parametrize("arch", [ARCH, load_arch("sm80"), BLACKWELL], ids=lambda arch: arch.name)
+def test_searches_choose_it_too(arch: Arch, key: str) -> None:
     problem = Problem.parse(key)
-    first = [knobs for knobs in space_of(problem).legal if knobs.first == MATRIX_FIRST]
-    plans = [build_plan(problem, knobs, ARCH) for knobs in first]
+    space = Space(problem, arch)
+    first = [knobs for knobs in space.legal if knobs.first == MATRIX_FIRST]
+    plans = [build_plan(problem, knobs, arch) for knobs in first]
     assert len({plan.digest for plan in plans}) == len(plans) > 0
+    ways = ("together", "alone") if arch is ARCH else ("alone",)
     folds = {fold for fold in range(4) if 8 <= problem.length >> fold <= PRODUCT_COLUMNS[-1]}
-    wanted = {(fold, stages) for fold in folds for stages in (2, 3, 4)}
-    assert {(knobs.fold, knobs.stages) for knobs in first} == wanted
-    seeds = space_of(problem).seeds()
-    assert {(knobs.fold, knobs.stages) for knobs in seeds if knobs.first == MATRIX_FIRST} == wanted
-    assert all(plan.launch.shared_bytes <= ARCH.limits.shared_per_block for plan in plans)
+    wanted = {(way, fold, stages) for way in ways for fold in folds for stages in (2, 3, 4)}
+    assert {(knobs.products, knobs.fold, knobs.stages) for knobs in first if knobs.products != "in_turns"} == wanted
+    seeds = [knobs for knobs in space.seeds() if knobs.first == MATRIX_FIRST]
+    assert {(knobs.products, knobs.fold, knobs.stages) for knobs in seeds} == wanted
+    assert all(plan.launch.shared_bytes <= arch.limits.shared_per_block for plan in plans)
     assert all("CrossButterflies" in [step.name for step in plan.steps] for plan in plans)
+
+
+def test_what_does_not_fit_the_shared_memory_of_an_arch_is_not_legal() -> None:
+    problem = Problem.parse("n28672-k112-bfloat16-accurate")
+    assert build_plan(problem, product_first(products="alone", stages=2), load_arch("sm80"))
+    for name in ("sm86", "sm89", "sm120"):
+        with pytest.raises(UsageError, match="more than 101376 bytes of shared memory per block"):
+            build_plan(problem, product_first(products="alone", stages=2), load_arch(name))
 
 
 # ---- instructions of one arch ----------------------------------------------------------------------------------------
@@ -358,17 +378,17 @@ def test_its_recipe_is_compiled_for_that_arch_alone(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm100", "sm121"])
-def test_the_recipe_for_another_arch_has_h_first(arch: str) -> None:
+def test_on_another_arch_each_warp_of_the_recipe_multiplies_alone(arch: str) -> None:
     knobs = knobs_key(product_first(stages=2).to_dict())
     other = closest_recipe(SMALL.problem, knobs, arch)
     assert other
-    assert other.knobs["first"] == "hadamard"
+    assert other.knobs == product_first(stages=2, products="alone").to_dict()
     same = closest_recipe(SMALL.problem, knobs, "sm90")
     assert same
     assert same.knobs == product_first(stages=2).to_dict()
 
 
-def test_estimates_for_other_archs_never_propose_it(tmp_path: Path) -> None:
+def test_estimates_for_other_archs_propose_it_without_wgmma(tmp_path: Path) -> None:
     trial = make_trial(
         problem=SMALL.problem,
         knobs=product_first(stages=2).to_dict(),
@@ -376,15 +396,19 @@ def test_estimates_for_other_archs_never_propose_it(tmp_path: Path) -> None:
         timings=tuple(make_timing(elements=element_buckets(SMALL.problem)[0], cache=cache) for cache in Cache),
     )
     for name in set(known_archs()) - {"sm90"}:
-        arch = load_arch(name)
-        assert all(knobs.first == "hadamard" for knobs in shortlist(Space(SMALL.problem, arch), 4)), name
+        chosen = shortlist(Space(Problem.parse("n11008-k172-bfloat16-accurate"), load_arch(name)), 4)
+        ways = {knobs.products for knobs in chosen if knobs.first == MATRIX_FIRST}
+        assert ways == (set() if name == "sm75" else {"alone"}), name
         assert not is_recipe_of(replace(trial, arch=name))
     assert is_recipe_of(trial)
     source = Bundle.open(write_trials(tmp_path / "sm90.db", [trial]))
     source.verify()
-    assert {entry.knobs["first"] for entry in source.all_entries()} == {MATRIX_FIRST}
-    estimated, _ = estimated_winners(source, load_arch("sm100"))
-    assert {each.knobs["first"] for each in estimated.values()} == {"hadamard"}
+    assert {entry.knobs["products"] for entry in source.all_entries()} == {"together"}
+    for name in ("sm86", "sm100"):
+        estimated, _ = estimated_winners(source, load_arch(name))
+        assert {(each.knobs["first"], each.knobs["products"]) for each in estimated.values()} == {
+            (MATRIX_FIRST, "alone")
+        }
 
 
 KNOBS = "first=matrix,load=cp_async,grid=persistent,stages=2"
@@ -394,7 +418,7 @@ def test_emit_names_the_target_that_has_it() -> None:
     text = succeed("emit", "--problem", SMALL.key, "--knobs", KNOBS, "--standalone")
     assert " -arch=sm_90a -cubin " in text
     assert "Launch min(ceil(elements / 768), as many as the GPU holds at once) blocks of 128 threads." in text
-    said = sentence(run("emit", "--arch", "sm100", "--problem", SMALL.key, "--knobs", "first=matrix"), 2)
-    assert said.endswith("the arch has no wgmma (first must be hadamard)")
+    said = sentence(run("emit", "--arch", "sm100", "--problem", SMALL.key, "--knobs", "products=in_turns"), 2)
+    assert said.endswith("the arch has no wgmma (products must be another)")
     report = json.loads(succeed("emit", "--space", "--problem", SMALL.key, "--json"))
     assert report["legal"] + sum(report["reasons"].values()) == report["total"]

@@ -315,7 +315,8 @@ class WarpProduct(BoxProduct):
         steps = self.operands_in_slab(plan)
         mma = steps * self.columns(plan) // 8
         loads = mma // 2  # of the right operands of two mma
-        waits = {"mma": steps, "shared": 2, "block sync": 1}
+        # Few warps hide less of these latencies than the model takes for granted: as kernels on an H100 took.
+        waits = {"mma": 2 * steps, "shared": steps, "block sync": 1}
         return Cost(mma + loads + 40, mma=mma, shared_bytes=WARP_VECTOR_BYTES * loads, waits=waits)
 
 
