@@ -151,6 +151,10 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         Problem.of(2560, BF16, order=20, signed=True),
         Knobs(fold=1, products="alone", **FIRST),
     ),
+    "matrix first, one stage": (
+        Problem.of(1280, FP16, order=20, signed=True),
+        Knobs(products="alone", **FIRST | {"stages": 1}),
+    ),
     "pitched whole rows": (
         Problem.of(1024, FP16, rows="pitched"),
         Knobs(cluster=4, block_bits="load", mma_carrier="split"),
@@ -197,7 +201,7 @@ KERNEL_MUTATIONS = {
     "no barrier_init": (r"barrier_init\(.*\);", ";"),
     "no warp_sync before an arrival": (r"warp_sync\(\);(\s*if \(lane == 0\) barrier_arrive)", r"\1"),
     "no arrival": (r"if \(lane == 0\) barrier_arrive\(.*\);", ";"),
-    "arrives too early": (r"((?:wait_for_product|multiply_boxes_alone<T>)\(.*\);)(\s*warp_sync\(\);\s*if .*barrier_arrive.*)", r"\2 \1"),
+    "arrives too early": (r"(wait_for_product\(.*\);)(\s*warp_sync\(\);\s*if .*barrier_arrive.*)", r"\2 \1"),
     "no wait for a product": (r"wait_for_product\(.*\);", ";"),
     "no product": (r"multiply_boxes(_alone)?<T>\(.*\);", ";"),
     "no zeros in a box": (r"shared_store16\(staged .*zero16\(\)\);", ";"),

@@ -59,7 +59,7 @@ class Choice:
     products: str = "together"
 
     def __str__(self) -> str:
-        how = f", {self.products}" * (self.products != "together")
+        how = f", {self.products.replace('_', ' ')}" * (self.products != "together")
         return f"{self.key}, {self.rows} rows, fold {self.fold}, {self.stages} stages{how}"
 
     @property
@@ -108,7 +108,11 @@ CHOICES = [
     Choice("n11008-k172-bfloat16-fast", 0, 4, products="in_turns"),
     Choice("n7168-k28-signed-float16-accurate", 2, 2, 4, "in_turns"),
 ]
-CHOICES += [replace(each, products="alone") for each in CHOICES if each.products == "together"]
+CHOICES += [
+    *(replace(each, products="alone") for each in CHOICES if each.products == "together"),
+    Choice("n2560-k20-signed-bfloat16-accurate", 1, 1, products="alone"),
+    Choice("n192-k12-float16-fast", 1, 1, rows=16, products="alone"),
+]
 QUANTIZING = [
     Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3),
     Choice("n3072-k12-float16-to-int8_row_3072_convrot-accurate", 2, 2),
@@ -133,7 +137,10 @@ QUANTIZING = [
     Choice("n192-k12-float16-to-fp8_head-accurate", 1, 3, rows=16),
     Choice("n11008-k172-float16-to-fp8_row_11008-accurate", 0, 2, products="in_turns"),
 ]
-QUANTIZING += [replace(each, products="alone") for each in QUANTIZING if each.products == "together"]
+QUANTIZING += [
+    *(replace(each, products="alone") for each in QUANTIZING if each.products == "together"),
+    Choice("n2560-k20-bfloat16-to-int8_row_2560-accurate", 1, 1, products="alone"),
+]
 with_each = pytest.mark.parametrize("choice", CHOICES, ids=str)
 
 
@@ -259,7 +266,7 @@ def test_all_ways_through_the_kernel_are_tried(kind: type[BoxProduct]) -> None:
         some = [plan.problem for each, plan, _ in products if each.fold == fold]
         assert {problem.transform.signed for problem in some} == both
         assert {problem.io.input for problem in some} == {DType.FLOAT16, DType.BFLOAT16}
-    assert {each.stages for each, _, _ in products} == {2, 3, 4}
+    assert {each.stages for each, _, _ in products} == {2, 3, 4} | ({1} if kind is WarpProduct else set())
     assert {tile.order(plan) % 16 > 0 for _, plan, tile in products} == both
     assert {tile.order(plan) % 64 > 0 for _, plan, tile in products} == both
     # Whether all threads copy as many vectors.
@@ -319,7 +326,8 @@ def test_searches_choose_it_too(arch: Arch, key: str) -> None:
     assert len({plan.digest for plan in plans}) == len(plans) > 0
     ways = ("together", "alone") if arch is ARCH else ("alone",)
     folds = {fold for fold in range(4) if 8 <= problem.length >> fold <= PRODUCT_COLUMNS[-1]}
-    wanted = {(way, fold, stages) for way in ways for fold in folds for stages in (2, 3, 4)}
+    wanted = {(way, fold, stages) for way in ways for fold in folds for stages in (1, 2, 3, 4)}
+    wanted -= {("together", fold, 1) for fold in folds}
     assert {(knobs.products, knobs.fold, knobs.stages) for knobs in first if knobs.products != "in_turns"} == wanted
     seeds = [knobs for knobs in space.seeds() if knobs.first == MATRIX_FIRST]
     assert {(knobs.products, knobs.fold, knobs.stages) for knobs in seeds} == wanted
@@ -333,6 +341,7 @@ def test_what_does_not_fit_the_shared_memory_of_an_arch_is_not_legal() -> None:
     for name in ("sm86", "sm89", "sm120"):
         with pytest.raises(UsageError, match="more than 101376 bytes of shared memory per block"):
             build_plan(problem, product_first(products="alone", stages=2), load_arch(name))
+        assert {(knobs.first, knobs.stages) for knobs in Space(problem, load_arch(name)).legal} == {(MATRIX_FIRST, 1)}
 
 
 # ---- instructions of one arch ----------------------------------------------------------------------------------------
@@ -411,6 +420,7 @@ def test_estimates_for_other_archs_propose_it_without_wgmma(tmp_path: Path) -> N
         }
 
 
+WGMMA = "first=matrix,products=together"
 KNOBS = "first=matrix,load=cp_async,grid=persistent,stages=2"
 
 
@@ -418,7 +428,7 @@ def test_emit_names_the_target_that_has_it() -> None:
     text = succeed("emit", "--problem", SMALL.key, "--knobs", KNOBS, "--standalone")
     assert " -arch=sm_90a -cubin " in text
     assert "Launch min(ceil(elements / 768), as many as the GPU holds at once) blocks of 128 threads." in text
-    said = sentence(run("emit", "--arch", "sm100", "--problem", SMALL.key, "--knobs", "products=in_turns"), 2)
+    said = sentence(run("emit", "--arch", "sm100", "--problem", SMALL.key, "--knobs", WGMMA), 2)
     assert said.endswith("the arch has no wgmma (products must be another)")
     report = json.loads(succeed("emit", "--space", "--problem", SMALL.key, "--json"))
     assert report["legal"] + sum(report["reasons"].values()) == report["total"]

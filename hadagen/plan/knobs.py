@@ -89,8 +89,8 @@ class Knobs:
     fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
     products: str = _knob(
         (TOGETHER, ALONE, IN_TURNS),
-        "how warps multiply by the matrix where it comes first: four warps at once with wgmma, all fours together or in "
-        "turns, or each warp alone with mma",
+        "how warps multiply by the matrix where it comes first: in fours with wgmma, which begin together or in turns, "
+        "or each alone with mma",
         with_matrix=True,
         estimated=2,
     )

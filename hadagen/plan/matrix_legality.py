@@ -87,7 +87,13 @@ _of_product("slabs", 1)
 _of_product("exchange_carrier", PACKED)
 _of_product("load", "cp_async")
 _of_product("grid", "persistent")
-_of_product("stages", 2, 3, 4)
+
+
+@MATRIX_RULES.rule("stages")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.first == HADAMARD or k.products == ALONE or k.stages > 1:
+        return None
+    return "a box is loaded while warps multiply another one together (stages must be 2 or more, or products alone)"
 
 
 @MATRIX_RULES.rule("chunks")

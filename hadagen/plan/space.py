@@ -129,7 +129,7 @@ class Space:
             tile = replace(PROVEN_WITH_MATRIX, chunks=chunks, slabs=held, warps=warps, rows=rows, load=load)
             if knobs := self._keeping(tile, "chunks", "slabs", "load"):
                 found[knobs] = None
-        for products, stages, fold in product((TOGETHER, ALONE), (3, 2, 4), (0, 1, 2, 3)):
+        for products, stages, fold in product((TOGETHER, ALONE), (3, 2, 4, 1), (0, 1, 2, 3)):
             few = max(1, PRODUCT_COLUMNS[0] // max(1, self.problem.length >> fold))
             boxes = replace(PROVEN_WITH_PRODUCT, products=products, stages=stages, fold=fold, rows=few)
             if knobs := self._keeping(boxes, "first", "fold", "products", "stages"):

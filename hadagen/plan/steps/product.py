@@ -50,8 +50,8 @@ from hadagen.problem.problem import DType
 if TYPE_CHECKING:
     from hadagen.plan.steps.values import TileValues
 
-# The numbers of columns that hadagen has a product for, by wgmma.m64nNk16 (PTX ISA, "Asynchronous Warpgroup Level Matrix
-# Instructions") or by mma.m16n8k16.
+# The numbers of columns that hadagen has a product for, by wgmma.m64nNk16 (PTX ISA, "Asynchronous Warpgroup Level
+# Matrix Instructions") or by mma.m16n8k16.
 PRODUCT_COLUMNS = (64, 128, 256)
 BOX_COLUMNS = 64  # of 16-bit values in the 128 bytes of a swizzled row
 _BOX_ROW_BYTES = 128
@@ -79,7 +79,7 @@ class LoadBoxes(Load):
         yield from super().faults(plan, at)
         if self.path != "cp_async":
             yield "only asynchronous copies of vectors swizzle rows (load must be cp_async)"
-        if self.stages < 2:
+        if self.stages < 2 and not isinstance(plan.tile, WarpProduct):
             yield "a box is loaded while another one is multiplied (stages must be 2 or more)"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
@@ -315,7 +315,7 @@ class WarpProduct(BoxProduct):
         steps = self.operands_in_slab(plan)
         mma = steps * self.columns(plan) // 8
         loads = mma // 2  # of the right operands of two mma
-        # Few warps hide less of these latencies than the model takes for granted: as kernels on an H100 took.
+        # Each latency counts twice, because a block has few warps to hide it: as kernels on an H100 took.
         waits = {"mma": 2 * steps, "shared": steps, "block sync": 1}
         return Cost(mma + loads + 40, mma=mma, shared_bytes=WARP_VECTOR_BYTES * loads, waits=waits)
 
