@@ -22,6 +22,7 @@ from hadagen.problem.formats import TENSOR
 from hadagen.problem.launch import LaunchSpec, RowShape, Source
 from hadagen.problem.operands import kernel_operands, operands_of, params_for, verification_operands
 from hadagen.problem.problem import Problem
+from hadagen.problem.prologues import width_of
 from hadagen.truth import quantizer
 from hadagen.tuning_db.bundle import Bundle
 
@@ -68,7 +69,9 @@ class EmulatedLaunch:
             *outputs,
         }
         given |= {name: operands[name] for name in numbers if name in operands}
-        source = array_at(x, (count - 1) * x_pitch + columns, problem.io.input)
+        width, of_row = width_of(problem), operands.get("units_in_row", 1) * problem.unit
+        x_elements = -(-elements // of_row) * of_row * width if width > 1 else (count - 1) * x_pitch + columns
+        source = array_at(x, x_elements, problem.io.input)
         if form is None:
             out = array_at(y, (count - 1) * y_pitch + columns, problem.io.input)
         else:
@@ -89,6 +92,7 @@ class EmulatedLaunch:
             elements=elements,
             rows=count if self.spec.reads_rows else 0,
             shape=rows if self.spec.reads_rows else None,
+            x_elements=x_elements,
             operands=given,
             outputs=outputs,
         )

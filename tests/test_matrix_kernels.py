@@ -307,6 +307,7 @@ NOT_LEGAL += [
         ("n112-k7-float16-fast", {}, "a product has 64 or 128 or 256 columns, those of all its rows"),
         ("n14336-k28-float16-fast", {"fold": 1, "rows": 2}, "a product has 64 or 128 or 256 columns"),
         ("n14336-k28-float16-fast", {"fold": 1, "products": "in_turns"}, "four warps have all rows (products must"),
+        ("n14336-k28-float16-fast", {"fold": 2, "products": "ahead", "stages": 2}, "(stages must be 3 or more)"),
         (
             "n14336-k28-float16-fast",
             {"first": "hadamard", "products": "in_turns"},

@@ -28,8 +28,10 @@ from hadagen.plan.space import Space, build_plan
 from hadagen.plan.steps.base import PACKED, Cost, Draft, Step
 from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
-from hadagen.problem.operands import PROLOGUES, Prologue, params_for, rounded, rows_like_x, vector_of_n
+from hadagen.problem.operand import rows_like_x, vector_of_n
+from hadagen.problem.operands import params_for
 from hadagen.problem.problem import Problem
+from hadagen.problem.prologues import PROLOGUES, Prologue, rounded
 from hadagen.problem.regimes import Cache, Destination
 from hadagen.problem.trial import Outcome
 from hadagen.runtime import calls, kernels, proof, streams, tables

@@ -23,7 +23,7 @@ from hadagen.plan.steps.conversions import Round
 from hadagen.plan.steps.transforms import Butterfly
 from hadagen.problem.bits import decode, encode
 from hadagen.problem.launch import PARAMS
-from hadagen.problem.operands import Operand
+from hadagen.problem.operand import Operand
 from hadagen.problem.problem import DType, Problem
 from hadagen.problem.regimes import Cache, Destination
 from hadagen.truth.reference import hadamard

@@ -107,6 +107,9 @@ CHOICES = [
     Choice("n3072-k12-float16-accurate", 3, 2, rows=4),
     Choice("n11008-k172-bfloat16-fast", 0, 4, products="in_turns"),
     Choice("n7168-k28-signed-float16-accurate", 2, 2, 4, "in_turns"),
+    Choice("n11008-k172-signed-bfloat16-accurate", 0, 3, products="ahead"),
+    Choice("n1536-k12-float16-fast", 1, 4, products="ahead"),
+    Choice("n96-k12-bfloat16-accurate", 0, 3, 8, "ahead"),
 ]
 CHOICES += [
     *(replace(each, products="alone") for each in CHOICES if each.products == "together"),
@@ -136,6 +139,9 @@ QUANTIZING = [
     Choice("n640-k20-bfloat16-to-nvfp4_16-accurate", 1, 2, rows=4),
     Choice("n192-k12-float16-to-fp8_head-accurate", 1, 3, rows=16),
     Choice("n11008-k172-float16-to-fp8_row_11008-accurate", 0, 2, products="in_turns"),
+    Choice("n11008-k172-bfloat16-to-int8_row_11008-accurate", 0, 4, products="ahead"),
+    Choice("n3072-k12-signed-float16-to-fp8_row_3072-accurate", 2, 3, products="ahead"),
+    Choice("n7168-k28-bfloat16-to-mxfp4_32-accurate", 2, 3, products="ahead"),
 ]
 QUANTIZING += [
     *(replace(each, products="alone") for each in QUANTIZING if each.products == "together"),
@@ -272,8 +278,13 @@ def test_all_ways_through_the_kernel_are_tried(kind: type[BoxProduct]) -> None:
     # Whether all threads copy as many vectors.
     assert {tile.order(plan) % (4 * plan.warps) > 0 for _, plan, tile in products} == both
     if kind is Product:
-        several = {(plan.warps > 4, tile.in_turns) for _, plan, tile in products if isinstance(tile, Product)}
-        assert several == {(False, False), (True, False), (True, True)}
+        assert {(plan.warps > 4, each.products) for each, plan, _ in products} == {
+            (False, "together"),
+            (True, "together"),
+            (True, "in_turns"),
+            (False, "ahead"),
+            (True, "ahead"),
+        }
     else:  # rows of a box are swizzled in two ways where warps are odd in number
         assert {(plan.warps > 1, plan.warps % 2) for _, plan, _ in products} == {(False, 1), (True, 0), (True, 1)}
     forms = [each.problem.io.form for each in QUANTIZING if isinstance(each.plan.tile, kind)]
@@ -306,10 +317,10 @@ KEY = "n1536-k12-bfloat16-accurate"
 @pytest.mark.parametrize("name", known_archs())
 def test_only_hopper_has_wgmma_and_turing_has_no_product(name: str) -> None:
     problem, arch = Problem.parse(KEY), load_arch(name)
-    ways = {"sm75": set(), "sm90": {"together", "alone", "in_turns"}}.get(name, {"alone"})
+    ways = {"sm75": set(), "sm90": {"together", "alone", "in_turns", "ahead"}}.get(name, {"alone"})
     space = Space(problem, arch)
     assert {knobs.products for knobs in space.legal if knobs.first == MATRIX_FIRST} == ways
-    assert {knobs.products for knobs in space.seeds() if knobs.first == MATRIX_FIRST} == ways - {"in_turns"}
+    assert {knobs.products for knobs in space.seeds() if knobs.first == MATRIX_FIRST} == ways - {"in_turns", "ahead"}
     for products in {"together", "alone"} - ways:
         lacking = "cp_async (first must be hadamard)" if name == "sm75" else "wgmma (products must be another)"
         with pytest.raises(UsageError, match=re.escape(f"the arch has no {lacking}")):
@@ -328,7 +339,7 @@ def test_searches_choose_it_too(arch: Arch, key: str) -> None:
     folds = {fold for fold in range(4) if 8 <= problem.length >> fold <= PRODUCT_COLUMNS[-1]}
     wanted = {(way, fold, stages) for way in ways for fold in folds for stages in (1, 2, 3, 4)}
     wanted -= {("together", fold, 1) for fold in folds}
-    assert {(knobs.products, knobs.fold, knobs.stages) for knobs in first if knobs.products != "in_turns"} == wanted
+    assert {(knobs.products, knobs.fold, knobs.stages) for knobs in first if knobs.products in ways} == wanted
     seeds = [knobs for knobs in space.seeds() if knobs.first == MATRIX_FIRST]
     assert {(knobs.products, knobs.fold, knobs.stages) for knobs in seeds} == wanted
     assert all(plan.launch.shared_bytes <= arch.limits.shared_per_block for plan in plans)

@@ -27,7 +27,6 @@ from hadagen.measure.service import DeviceService, repeated_launches
 from hadagen.measure.timing import Stopwatch, transform_work
 from hadagen.plan.arch import load_arch
 from hadagen.problem.launch import PARAMS, Source
-from hadagen.problem.operands import PROLOGUES, Prologue
 from hadagen.problem.problem import DType, Problem, Rows
 from hadagen.problem.regimes import (
     BUCKETS_BETWEEN,
@@ -138,21 +137,13 @@ def test_probe_cells() -> None:
 
 
 # ---- copies and launches ---------------------------------------------------------------------------------------------
-@pytest.fixture
-def a_prologue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For which there are copies of several buffers."""
-    monkeypatch.setitem(PROLOGUES, "any", Prologue())
-
-
-def test_copies_of_several_buffers_are_only_for_prologues(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {source.launch.params for source in copy_sources()}
-    monkeypatch.setitem(PROLOGUES, "any", Prologue())
+def test_copies_of_several_buffers_are_only_for_prologues() -> None:
+    plain = {source.launch.params for source in copy_sources(for_prologues=False)}
     several = {source.launch.params for source in copy_sources()} - plain
     assert several == {copy_params(Traffic(16, Destination.OUT_OF_PLACE, Cache.HOT, inputs=1))}
     assert plain == {copy_params(Traffic(16, Destination.OUT_OF_PLACE, Cache.HOT, codes)) for codes in (0, 16)}
 
 
-@pytest.mark.usefixtures("a_prologue")
 def test_copy_sources_are_complete() -> None:
     sources = copy_sources()
     assert len({source.entry for source in sources}) == len(sources) >= 3
@@ -162,7 +153,6 @@ def test_copy_sources_are_complete() -> None:
 
 
 @needs_compiler
-@pytest.mark.usefixtures("a_prologue")
 def test_copy_sources_compile(tmp_path: Path) -> None:
     toolchain = replace(Toolchain.find(), cache=KernelCache(tmp_path))  # where nothing was built before
     for kernel in toolchain.build(copy_sources(), load_arch("sm90")):
@@ -199,7 +189,6 @@ def copies_as_many_bytes(module: HostModule, source: Source) -> None:
         assert report.complaint == ""
 
 
-@pytest.mark.usefixtures("a_prologue")
 def test_copy_sources_copy() -> None:
     sources = copy_sources()
     module = compile_host(sources)

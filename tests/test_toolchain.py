@@ -223,7 +223,13 @@ def test_what_nvcc_adds_to_its_flags_counts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_headers_are_those_of_the_package() -> None:
-    assert toolchain.device_headers().keys() == {"codes.cuh", "hadagen.cuh", "primitives.cuh", "words.cuh"}
+    assert toolchain.device_headers().keys() == {
+        "activations.cuh",
+        "codes.cuh",
+        "hadagen.cuh",
+        "primitives.cuh",
+        "words.cuh",
+    }
     assert "asm volatile" in toolchain.device_headers()["primitives.cuh"]
 
 

@@ -88,6 +88,10 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "packed": plan.eights > 0 and any(carrier != FP32 for carrier in plan.carriers[plan.tile.held_from(plan) :]),
         "wide": FP32 in plan.carriers,
         "gathered": any(view.get("gathers") for view in views),
+        "headers": sorted({step.header for step in plan.steps} - {""}),
+        "halved": plan.prologue is not None and plan.prologue.is_halved,
+        # Whether the length of a row of x is known, because the kernel takes no number for it.
+        "whole_rows": not any(param.name == "units_in_row" for param in plan.params),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,
         "crossed_barrier": CROSSED_BARRIER,
         "crossed_bytes": next((step.crossed_bytes(plan) for step in plan.exchanges if step.crosses_blocks), 0),
@@ -108,6 +112,8 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
         "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
         "of_thread": {"lane": "thread_index() % 32", **plan.tile.of_thread(plan)},
+        "part_bytes": plan.stage_bytes // plan.width,  # of a stage, from one part of x to the next
+        "in_vectors": False,
         **plan.tile.names(plan),
     }
 

@@ -29,16 +29,18 @@ import numpy as np
 from hadagen.compiler import programs
 from hadagen.compiler.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
-from hadagen.problem.bits import Bits, decode, encode
+from hadagen.problem.bits import Bits, Reals, decode, encode
 from hadagen.problem.launch import LaunchSpec, RowShape, Source, X, Y
 from hadagen.problem.operands import OperandValues, kernel_operands, sizes_for, verification_operands
 from hadagen.problem.problem import DType, Problem
+from hadagen.problem.prologues import prologue_of, width_of
 from hadagen.templates import read_texts
 from hadagen.truth.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
     exact_results,
     input_classes,
+    input_parts,
     relative_error,
     verification_scale,
 )
@@ -135,7 +137,7 @@ class _Output(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("blocks", "elements", "rows", *RowShape._fields, "steps")),
+        *((name, ctypes.c_int64) for name in ("blocks", "elements", "rows", *RowShape._fields, "x_elements", "steps")),
         ("seed", ctypes.c_uint64),
         ("arguments", ctypes.POINTER(ctypes.c_uint64)),
         ("operands", ctypes.POINTER(_Operand)),
@@ -181,6 +183,7 @@ class HostModule:
         elements: int | None = None,
         rows: int = 0,
         shape: RowShape | None = None,
+        x_elements: int | None = None,
         operands: Mapping[str, np.ndarray[Any, Any] | int] | None = None,
         outputs: Mapping[str, tuple[np.ndarray[Any, Any], int]] | None = None,
         order_seed: int = 0,
@@ -191,7 +194,8 @@ class HostModule:
         by name: an array, and how many bytes of it must be written.
 
         `rows`, `shape`: for a kernel that reads a `RowShape`, the number of rows and their layout; then `elements` is
-        rows · n. `operands`: contiguous arrays and numbers for all other params, by name. The launch has as
+        rows · n. `x_elements`: how many elements of x a kernel may read, if that does not follow from these.
+        `operands`: contiguous arrays and numbers for all other params, by name. The launch has as
         many blocks as on a device with room for `RESIDENT_CLUSTERS` clusters. `order_seed`: 0 runs the threads in
         order, each up to its next collective; 1 in reverse; any other in a random order.
 
@@ -229,6 +233,7 @@ class HostModule:
             elements=elements,
             rows=rows,
             **shape._asdict(),
+            x_elements=((rows - 1) * x_pitch + columns if rows else 0) if x_elements is None else x_elements,
             steps=STEPS_PER_ELEMENT * max(tiles * launch.tile_elements, 8 * launch.threads * launch.cluster),
             seed=order_seed,
             arguments=(ctypes.c_uint64 * len(arguments))(*arguments),
@@ -341,6 +346,7 @@ def verify(
     shape: RowShape | None = None,
     operands: OperandValues | None = None,
     in_place: bool = False,
+    units_in_row: int = 1,
     order_seed: int = 0,
 ) -> dict[str, float]:
     """Relative error of a kernel against float64 for each class of input, all classes in one launch.
@@ -348,7 +354,8 @@ def verify(
     `rows` (default `verification_rows`): rows of each class; if more than one, the last class has one row less, so
     that the last tile is ragged if a tile holds several rows. `module`: has the kernel already, if many were built at
     once. `shape`: for a kernel that reads one, by default three quarters of each row; an array with an odd pitch begins
-    one element after a multiple of 16 bytes. `operands`: `verification_operands` by default. The scale is
+    one element after a multiple of 16 bytes. `units_in_row`: how many `Problem.unit`s a row of results has, where x
+    holds two halves of it. `operands`: `verification_operands` by default. The scale is
     `verification_scale`. The output and the gaps of x begin as NaNs. Raises `EmulationError` if the kernel does not run
     to its end, or if `EmulationReport.complaint` is not "".
     """
@@ -368,17 +375,24 @@ def verify(
     columns, x_pitch, y_pitch = (problem.n,) * 3 if shape is None else shape
     if columns < problem.n:
         classes.pop("constant", None)  # cut short it gives few values over and over; their rounding is no average
+    by_parts = input_parts(problem, classes)
+    classes = {name: classes[name] for name in by_parts}
     values = np.concatenate(list(classes.values()))
     values[:, columns:] = 0.0
     scale = verification_scale(problem)
     units = values.size // problem.unit
+    parts = values if width_of(problem) == 1 else np.concatenate(list(by_parts.values()), axis=1)
     operands = verification_operands(problem, units) if operands is None else operands
-    transformed, second = exact_results(problem, values, scale, operands)
+    transformed, second = exact_results(problem, parts, scale, operands)
     exact = torch.from_numpy(transformed[:, :columns])
     odd = int(source.launch.reads_rows)  # arrays with an odd pitch begin between vectors
-    x = _poisoned(problem.io.input, len(values), x_pitch, x_pitch % 2 * odd)
-    x[:, :columns] = encode(problem.io.input, values[:, :columns])
+    if width_of(problem) > 1:
+        x = encode(problem.io.input, _in_rows(problem, parts, units_in_row))
+    else:
+        x = _poisoned(problem.io.input, len(values), x_pitch, x_pitch % 2 * odd)
+        x[:, :columns] = encode(problem.io.input, values[:, :columns])
     taken: dict[str, Any] = kernel_operands(problem, operands)
+    taken |= prologue.numbers(units_in_row) if (prologue := prologue_of(problem)) else {}
     outputs: dict[str, tuple[Any, int]] = {}
     for name in second:
         like_x = _poisoned(problem.io.input, 1, values.size).reshape(-1)
@@ -403,6 +417,7 @@ def verify(
         elements=values.size,
         rows=len(values),
         shape=shape,
+        x_elements=x.size if width_of(problem) > 1 else None,
         operands=taken,
         outputs=outputs,
         order_seed=order_seed,
@@ -423,6 +438,19 @@ def verify(
             found = decode(problem.io.input, outputs[other][0]).reshape(wanted.shape)
             errors[name] = max(errors[name], relative_error(found[rows_here], wanted[rows_here]))
     return errors
+
+
+def _in_rows(problem: Problem, parts: Reals, units_in_row: int) -> Reals:
+    """x in memory, of its parts [width, rows, n]: rows of results have so many units. NaNs fill up the last row."""
+    import torch
+
+    prologue = prologue_of(problem)
+    assert prologue is not None
+    of_row = units_in_row * problem.unit
+    flat = parts.reshape(len(parts), -1)
+    lacking = -flat.shape[1] % of_row
+    filled = np.concatenate((flat, np.full((len(parts), lacking), np.nan)), axis=1)
+    return prologue.joined(torch.from_numpy(filled.reshape(len(parts), -1, of_row))).numpy()
 
 
 def _poisoned(dtype: DType, rows: int, pitch: int, first: int = 0) -> Bits:

@@ -21,8 +21,8 @@ from hadagen.compiler import nvrtc
 from hadagen.compiler.cache import FILES, KernelCache, cache_root, private_root, warn_not_kept
 from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
 from hadagen.problem.launch import LaunchSpec, Source
-from hadagen.problem.operands import prologue_of
 from hadagen.problem.problem import Problem
+from hadagen.problem.prologues import prologue_of
 from hadagen.problem.trial import Trial, knobs_key
 
 _ENTRY = ("kernel.json",)  # the file of an entry of the index, and of a verdict

@@ -11,7 +11,6 @@ from string import Template
 
 from hadagen.measure.cells import Traffic
 from hadagen.problem.launch import PARAMS, LaunchSpec, Param, Source
-from hadagen.problem.operands import PROLOGUES
 from hadagen.templates import read_texts
 
 # (threads of a block, 16-byte vectors of a thread)
@@ -47,14 +46,16 @@ def copy_numbers(traffic: Traffic) -> dict[str, int]:
     }
 
 
-def copy_sources() -> tuple[Source, ...]:
-    """The copy kernels to build and to hand to `DeviceRunner`. Copies of several buffers are among them only if a
-    prologue is registered, because only kernels with a prologue are compared with them."""
+def copy_sources(*, for_prologues: bool = True) -> tuple[Source, ...]:
+    """The copy kernels to build and to hand to `DeviceRunner`. for_prologues: whether copies of several buffers are
+    among them, which only kernels with a prologue are compared with."""
     texts = read_texts("device")
     plain, codes = (Template(texts[name]) for name in ("copy.cu", "copy_codes.cu"))
-    kinds = [("copy", plain, SHAPES, ()), ("copy_codes", codes, CODES_SHAPES, CODES_PARAMS)]
-    if PROLOGUES:
-        kinds.append(("copy_buffers", codes, CODES_SHAPES, BUFFERS_PARAMS))
+    kinds = [
+        ("copy", plain, SHAPES, ()),
+        ("copy_codes", codes, CODES_SHAPES, CODES_PARAMS),
+        *[("copy_buffers", codes, CODES_SHAPES, BUFFERS_PARAMS)] * for_prologues,
+    ]
     return tuple(_source(template, name, *shape, more) for name, template, shapes, more in kinds for shape in shapes)
 
 

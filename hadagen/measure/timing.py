@@ -25,9 +25,11 @@ from hadagen.measure.watch import Watch
 from hadagen.problem.launch import RowShape
 from hadagen.problem.operands import SCALES, operands_of, sizes_for
 from hadagen.problem.problem import DType, Problem
+from hadagen.problem.prologues import prologue_of
 from hadagen.problem.regimes import Destination, timed_rows
 from hadagen.truth.accuracy import TORCH_DTYPE
 
+_ROW = 1 << 14  # elements
 GRAPHS = 2  # rounds of `Stopwatch.time` for times that are compared with others
 _WARM_UP_FLUSHES = 2000
 _WATCHED_LAUNCHES = 32  # of a kernel that is launched again and again, before the device is waited for
@@ -56,6 +58,8 @@ def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
     if form := problem.io.form:  # rows of the least length
         rows = cell.elements // problem.unit
         given = {**operands, **sizes_for(form, rows, problem.unit, rows)}
+    if prologue := prologue_of(problem):
+        given = {**given, **prologue.numbers(_units_in_row(problem, cell.elements))}
     like_x = [each for each in operands_of(problem) if each.like_x]
     lists = {
         "inputs": [each.name for each in like_x if not each.is_written],
@@ -64,6 +68,14 @@ def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
     }
     moving = {name: (kind, at) for kind, names in lists.items() for at, name in enumerate(names)}
     return Work(cell.traffic(problem), cell.elements, operands.scale, timed_rows(problem), given, moving)
+
+
+def _units_in_row(problem: Problem, elements: int) -> int:
+    """How many units a row of results has in timings, if a kernel takes that number: as a row of a model, but so that
+    all rows are whole."""
+    units = elements // problem.unit
+    most = max(1, _ROW // problem.unit)
+    return next(each for each in (1 << at for at in reversed(range(most.bit_length()))) if units % each == 0)
 
 
 def copy_work(traffic: Traffic) -> Work:

@@ -29,13 +29,21 @@ from hadagen.measure.watch import Watch
 from hadagen.problem.bits import encode
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.launch import LaunchSpec, RowShape
-from hadagen.problem.operands import MATRIX, OperandValues, operands_of, sizes_for, verification_operands
+from hadagen.problem.operands import (
+    MATRIX,
+    OperandValues,
+    operands_of,
+    params_for,
+    sizes_for,
+    verification_operands,
+)
 from hadagen.problem.problem import Numerics, Problem, Rows
+from hadagen.problem.prologues import Prologue, prologue_of
 from hadagen.problem.regimes import destinations, timed_rows
 from hadagen.problem.trial import Outcome
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE, error_of, relative_error, sample_scale, scales_in_rows
-from hadagen.truth.reference import exact_results, input_classes, verification_scale
+from hadagen.truth.reference import exact_results, input_classes, input_parts, verification_scale
 
 # Bytes of an element → type of its raw bits.
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -46,6 +54,7 @@ _GUARD_ELEMENTS = 1 << 15  # 64 KiB or more
 # With this many elements, measured errors are stable to a few per mille.
 _LEAST_ELEMENTS = 1 << 17
 _LOOPED_CLASS = "normal"
+_UNITS_IN_ROW = 3  # so that rows end within tiles
 _WHOLE_CLASS = "constant"
 
 
@@ -141,7 +150,7 @@ def operand_sets(problem: Problem) -> list[OperandValues]:
 class Case(NamedTuple):
     """Rows that are repeated to any number. Their number is odd, so that neighboring tiles differ."""
 
-    bits: torch.Tensor  # [rows, columns] int16 or int32
+    bits: torch.Tensor  # [rows, columns] int16 or int32; if x has several parts, [rows, parts · n]
     reference: torch.Tensor  # [rows, columns] float64
     inputs: dict[str, torch.Tensor]  # operands like x, by name: bits [rows, n]
     written: dict[str, torch.Tensor]  # other results by name: [rows, n] float64
@@ -183,13 +192,14 @@ def _cases(problem: Problem, operands: list[OperandValues]) -> _Cases:
     like_x = [each for each in operands_of(problem) if each.like_x and not each.is_written]
     scale = verification_scale(problem)
     cases = {}
-    for name, values in input_classes(problem, _case_rows(problem)).items():
+    for name, values in input_parts(problem, input_classes(problem, _case_rows(problem))).items():
         for columns in {arrangement.rows.columns for arrangement in arrangements(problem)}:
             if name == _WHOLE_CLASS and columns < problem.n:
                 continue
             padded = values.copy()
-            padded[:, columns:] = 0.0
-            bits = _bits(problem, encode(problem.io.input, padded[:, :columns]))
+            padded[..., columns:] = 0.0
+            in_rows = padded.swapaxes(0, 1).reshape(padded.shape[1], -1) if padded.ndim > 2 else padded[:, :columns]
+            bits = _bits(problem, encode(problem.io.input, in_rows))
             for position, given in enumerate(operands if name == _LOOPED_CLASS else operands[:1]):
                 exact, second = exact_results(problem, padded, scale, given)
                 reference = torch.from_numpy(exact[:, :columns].copy())
@@ -318,9 +328,13 @@ class Verifier:
         """The results of a kernel for the rows of a case: the bits of the transform; or codes [units, …] of each
         `Problem.unit`, and their scales if groups have some; then the bits of the other operands that it writes. All
         other memory must be as it was before."""
-        x, form, (_, x_pitch, y_pitch) = case.bits, problem.io.form, arranged.rows
-        source = self._rows(x, x_pitch, arranged.x_offset, is_output=in_place)
-        source.view.copy_(x)
+        form, (_, x_pitch, y_pitch), prologue = problem.io.form, arranged.rows, prologue_of(problem)
+        x = case.bits if prologue is None else case.bits[:, : problem.n]  # its shape is that of results
+        if prologue is not None and prologue.width > 1:
+            source = _Buffer(_in_rows(problem, prologue, case.bits), is_output=False)
+        else:
+            source = self._rows(x, x_pitch, arranged.x_offset, is_output=in_place)
+            source.view.copy_(x)
         like_x = [each for each in operands_of(problem) if each.like_x]
         besides = {each.name: self._rows(x, x_pitch, 0, is_output=each.is_written) for each in like_x}
         for name, bits in case.inputs.items():
@@ -328,6 +342,7 @@ class Verifier:
         written = [besides[each.name] for each in like_x if each.is_written]
         buffers = [source, *besides.values()]
         addresses = operands | {name: each.view.data_ptr() for name, each in besides.items()}
+        addresses |= prologue.numbers(_units_in_row(problem)) if prologue else {}
         units = x.numel() // problem.unit
         if form is None:
             target = source if in_place else self._rows(x, y_pitch, arranged.y_offset, is_output=True)
@@ -367,6 +382,19 @@ class Verifier:
 
     def _poisoned(self, *shape: int) -> torch.Tensor:
         return torch.full(shape, _POISON[1], dtype=torch.uint8, device=self._device)
+
+
+def _units_in_row(problem: Problem) -> int:
+    """How many units a row of results has, if a kernel takes that number."""
+    return _UNITS_IN_ROW if any(param.name == "units_in_row" for param in params_for(problem)) else 1
+
+
+def _in_rows(problem: Problem, prologue: Prologue, bits: torch.Tensor) -> torch.Tensor:
+    """x in memory, of the parts of rows of n, [rows, width · n]. Poison fills up the last row."""
+    parts = bits.view(len(bits), prologue.width, -1).movedim(1, 0).reshape(prologue.width, -1)
+    of_row = _units_in_row(problem) * problem.unit
+    filled = torch.nn.functional.pad(parts, (0, -parts.shape[1] % of_row), value=_POISON[bits.itemsize])
+    return prologue.joined(filled.view(prologue.width, -1, of_row)).flatten()
 
 
 class _Buffer:

@@ -13,23 +13,24 @@ from typing import Any
 from hadagen.errors import UsageError, choice, shown
 from hadagen.plan.layout import CHUNK_BITS, LANE_BITS, MMA_MOVES, PAIR, Place, cta, lane, log2, reg, warp
 from hadagen.plan.plan import Plan
+from hadagen.plan.steps.activate import Activate
 from hadagen.plan.steps.base import FP16, FP32, PACKED, SPLIT, Step
 from hadagen.plan.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
 from hadagen.plan.steps.exchanges import Exchange, Transpose
 from hadagen.plan.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.plan.steps.memory import Load, Prefetch, Store, Trigger
-from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product, WarpProduct
+from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product, ProductAhead, WarpProduct
 from hadagen.plan.steps.quantize import Largest, Quantize, Renumber
 from hadagen.plan.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 from hadagen.problem.formats import TENSOR
-from hadagen.problem.operands import prologue_of
 from hadagen.problem.problem import DType, Problem
+from hadagen.problem.prologues import Activated, prologue_of
 
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 WHOLE, HALF = "whole", "half"
 HADAMARD, MATRIX_FIRST = "hadamard", "matrix"
-TOGETHER, ALONE, IN_TURNS = "together", "alone", "in_turns"
+TOGETHER, ALONE, IN_TURNS, AHEAD = "together", "alone", "in_turns", "ahead"
 MAX_EXCHANGED_LANES = 4  # the fifth lane bit stays, so that stores write whole sectors of 32 bytes
 # `far_lanes` → how many far bits come to lanes before others come to registers; bits of blocks go to registers first.
 # With two, stores write whole lines of 128 bytes.
@@ -88,9 +89,9 @@ class Knobs:
     )
     fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
     products: str = _knob(
-        (TOGETHER, ALONE, IN_TURNS),
-        "how warps multiply by the matrix where it comes first: in fours with wgmma, which begin together or in turns, "
-        "or each alone with mma",
+        (TOGETHER, ALONE, IN_TURNS, AHEAD),
+        "how warps multiply by the matrix where it comes first: each alone with mma; or in fours with wgmma, which begin "
+        "together, in turns, or a tile ahead of the steps after them",
         with_matrix=True,
         estimated=2,
     )
@@ -238,13 +239,12 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
 
 def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean."""
-    if prologue := prologue_of(problem):
-        load, *others = steps_of(replace(problem, prologue=""), knobs)
-        return load, prologue.step(), *others
     if problem.transform.has_matrix:
         return matrix_steps(problem, knobs)
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.io.input is DType.FLOAT32 else PACKED)]
-    steps += _float32_low_bits(problem, knobs) if problem.io.input is DType.FLOAT32 else _low_bits(problem, knobs)
+    steps += prologue_steps(problem)
+    wide = _Converter(steps).carrier == FP32
+    steps += _float32_low_bits(problem, knobs) if problem.io.input is DType.FLOAT32 else _low_bits(problem, knobs, wide)
     if knobs.block_bits == LOAD:
         first = steps[1]
         steps[1:2] = [replace(first, over_blocks=True)] if isinstance(first, Mma) else [Gather(), first]
@@ -269,6 +269,14 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     else:
         steps += [Transpose()] * turned + [Store()]
     return _with_signs(problem, _with_requests(knobs, steps))
+
+
+def prologue_steps(problem: Problem) -> list[Step]:
+    """The step that computes the prologue, if the problem has one."""
+    prologue = prologue_of(problem)
+    if isinstance(prologue, Activated):
+        return [Activate.for_problem(prologue, problem)]
+    return [prologue.step()] if prologue else []
 
 
 def _to_codes(problem: Problem, steps: list[Step], folds: bool, turned: bool) -> list[Step]:
@@ -302,7 +310,7 @@ def _with_requests(knobs: Knobs, steps: list[Step]) -> list[Step]:
 
 def _with_signs(problem: Problem, steps: list[Step]) -> tuple[Step, ...]:
     if problem.transform.signed:
-        last_load = max(at for at, step in enumerate(steps) if isinstance(step, Load))
+        last_load = max(at for at, step in enumerate(steps) if isinstance(step, Load) or step.computes)
         steps = [
             *steps[: last_load + 1],
             Signs(before=True),
@@ -320,14 +328,16 @@ def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     bits = problem.bits
     signs = [Signs(before=True)] * problem.transform.signed
     if not bits:
-        return tuple(_with_requests(knobs, [Load(knobs.load), *signs, Square(knobs.rows, knobs.slabs)]))
+        return tuple(
+            _with_requests(knobs, [Load(knobs.load), *prologue_steps(problem), *signs, Square(knobs.rows, knobs.slabs)])
+        )
     carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
     form = problem.io.form
     # What crosses has the range of fp32, so that the quantizer may multiply by the scale.
     folds = form is not None and not form.rounds_first and (carrier == SPLIT or wide_range(problem.io.input))
     columns = Columns(carrier, min(bits, COLUMN_BITS + log2(knobs.chunks)), scales=not folds)
     matrix = Matrix(knobs.rows, knobs.slabs, (columns.bits, bits), stores=form is None)
-    steps = [LoadColumns(knobs.load, knobs.stages), *signs, columns, matrix]
+    steps = [LoadColumns(knobs.load, knobs.stages), *prologue_steps(problem), *signs, columns, matrix]
     return tuple(_with_requests(knobs, steps + _to_codes(problem, steps, folds, False) if form else steps))
 
 
@@ -336,9 +346,14 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     form = problem.io.form
     folds = form is not None and not form.rounds_first
     in_registers = problem.bits - knobs.fold - 3  # bits of a column
-    in_fours = Product(knobs.fold, knobs.rows, knobs.products == IN_TURNS)
-    alone = WarpProduct(knobs.fold, knobs.rows)
-    steps: list[Step] = [LoadBoxes(knobs.load, knobs.stages), alone if knobs.products == ALONE else in_fours]
+    in_fours = ProductAhead if knobs.products == AHEAD else Product
+    steps: list[Step] = [
+        LoadBoxes(knobs.load, knobs.stages),
+        *prologue_steps(problem),
+        WarpProduct(knobs.fold, knobs.rows)
+        if knobs.products == ALONE
+        else in_fours(knobs.fold, knobs.rows, knobs.products == IN_TURNS),
+    ]
     steps += [Butterfly(reg(j)) for j in range(2, in_registers)]
     steps.append(CrossButterflies(min(2, max(0, in_registers)), scales=not folds))
     steps += _to_codes(problem, steps, folds, False) if form else [Round(), Store()]
@@ -364,8 +379,9 @@ class _Converter:
             self.steps.append(Widen() if carrier == FP32 else Narrow() if carrier == FP16 else Round())
 
 
-def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
-    """The steps that transform index bits 0–7 of packed values, or all bits of a shorter row."""
+def _low_bits(problem: Problem, knobs: Knobs, wide: bool) -> list[Step]:
+    """The steps that transform index bits 0–7 of packed values, or of fp32 values if `wide`, or all bits of a shorter
+    row."""
     bits = problem.bits
     first, second = (1, 2) if _scales_in_mma(problem, knobs) or wide_range(problem.io.input) else (0, 0)
     if knobs.low_bits == "mma":
@@ -374,13 +390,15 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
             accumulator = FP16 if knobs.accumulator == PACKED else FP32
             return [Mma(0, factor=NORMALIZER), Narrow(), Mma(1, FP16, accumulator=accumulator)]
         if knobs.mma_carrier != PACKED:
-            return [Mma(0, factor=first), _wide_mma(1, problem, knobs, second)]
+            of_first = _split_mma(problem, first) if wide else Mma(0, factor=first)
+            return [of_first, _wide_mma(1, problem, knobs, second)]
         if knobs.accumulator == PACKED:
             return [Mma(0, accumulator=PACKED, factor=first), Mma(1, accumulator=PACKED, factor=second)]
         return [Mma(0, factor=first), Round(), Mma(1, factor=second)]
     if knobs.low_bits == "mma_shuffle":
         # Bits 5 6 7 are left at pair, lane0, lane1, and bit 2 at reg1.
-        steps: list[Step] = [Mma(0, accumulator=knobs.accumulator, factor=first)]
+        of_packed = Mma(0, accumulator=knobs.accumulator, factor=first)
+        steps: list[Step] = [_split_mma(problem, first) if wide else of_packed]
         if _scales_in_mma(problem, knobs):
             steps.append(Correct())
         _Converter(steps).to(FP32)
@@ -388,8 +406,8 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
         return steps + rest[: bits - 4]
     inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
     across = range(max(0, min(bits - len(inside), LANE_BITS)))
-    if not across or wide_range(problem.io.input):  # it is scaled as soon as it is wide
-        return [Widen(), *inside[:bits], *(Shuffle(j) for j in across)]
+    if wide or not across or wide_range(problem.io.input):  # it is scaled as soon as it is wide
+        return [*[Widen()] * (not wide), *inside[:bits], *(Shuffle(j) for j in across)]
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
 
 
@@ -397,6 +415,11 @@ def _wide_mma(register: int, problem: Problem, knobs: Knobs, factor: int) -> Mma
     """An `Mma` that takes fp32 values in the parts that `mma_carrier` names."""
     operand = "bfloat16" if knobs.mma_carrier == "split" else knobs.mma_carrier
     return Mma(register, operand, PARTS[operand][problem.io.input], factor=factor)
+
+
+def _split_mma(problem: Problem, factor: int) -> Mma:
+    """The first `Mma`, of fp32 values in parts of bfloat16: one tf32 would cut off too many of their bits."""
+    return Mma(0, "bfloat16", PARTS["bfloat16"][problem.io.input], factor=factor)
 
 
 def turns_in_exchange(knobs: Knobs) -> bool:
@@ -529,7 +552,9 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     if _scales_in_mma(problem, knobs):
         return [*steps, Round()] if _Converter(steps).carrier == FP32 else steps
     after = 1 + max(
-        i for i, step in enumerate(steps) if isinstance(step, Load) or (isinstance(step, Mma) and step.reg < 2)
+        i
+        for i, step in enumerate(steps)
+        if isinstance(step, Load) or step.computes or (isinstance(step, Mma) and step.reg < 2)
     )
     if problem.io.input is DType.FLOAT32:
         return [*steps[:after], Scale(), *steps[after:]]

@@ -26,16 +26,18 @@ from hadagen.plan.knobs import (
     Knobs,
     KnobValue,
     exchanges_of,
+    prologue_steps,
     steps_of,
     turns_in_exchange,
 )
-from hadagen.plan.layout import CHUNK_BITS, LANE_BITS, log2, reg
-from hadagen.plan.steps.base import FP32, PACKED, Draft, Footprint, Step, mixed_chunk_bits, roundings
+from hadagen.plan.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES, log2, reg
+from hadagen.plan.steps.base import FP16, FP32, PACKED, Draft, Footprint, Step, mixed_chunk_bits, roundings
 from hadagen.plan.steps.conversions import Normalize
 from hadagen.plan.steps.exchanges import Exchange
 from hadagen.plan.steps.memory import Load, Prefetch, Trigger
 from hadagen.plan.steps.transforms import PARTS, Butterfly, Gather, Mma
 from hadagen.problem.problem import DType, Numerics, Problem
+from hadagen.problem.prologues import prologue_of
 
 MAX_EXCHANGES = 2
 _TRIGGER = Trigger()
@@ -50,6 +52,12 @@ class Context:
     @cached_property
     def bits(self) -> int:
         return self.problem.bits
+
+    @cached_property
+    def has_wide_prologue(self) -> bool:
+        """Whether a prologue makes fp32 of 16-bit values."""
+        steps = prologue_steps(self.problem)
+        return self.problem.io.input is not DType.FLOAT32 and any(step.leaves != PACKED for step in steps)
 
     @cached_property
     def odd_factor(self) -> int:
@@ -225,6 +233,8 @@ RULES.unused("slabs", "there is no matrix, so no rows are held")
 @RULES.rule("warps")
 def _(c: Context, k: Knobs) -> str | None:
     limit = c.arch.limits.threads_per_block
+    if c.problem.prologue and c.problem.unit * c.problem.io.input.bytes < VECTOR_BYTES:
+        return "a prologue has rows of 16 bytes at least"
     return f"more than {limit} threads per block (take fewer warps)" if 32 * _warps(c, k) > limit else None
 
 
@@ -258,6 +268,11 @@ def _(c: Context, k: Knobs) -> str | None:
         return "the mma of fp32 values does not sum over blocks (low_bits must be shuffle)" if split else None
     alone = k.low_bits == "shuffle"
     return "only an mma sums 16-bit values over blocks (block_bits must be exchange)" if alone else None
+
+
+@RULES.first_only("block_bits")
+def _(c: Context, k: Knobs) -> str | None:
+    return "what comes before the transform is computed by one block alone" if c.problem.prologue else None
 
 
 @RULES.rule("accumulator")
@@ -337,10 +352,12 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     between, parts = k.low_bits == "mma", PARTS["tf32"].get(c.problem.io.input, 0)
     tf32 = parts > (1 if c.problem.keeps_16_bits else 0)  # one has 11 bits, two have 22
+    if k.mma_carrier == FP16 and c.problem.prologue:
+        return "what comes before the transform has another range (mma_carrier must be another)"
     if k.mma_carrier == PACKED:
         wide = "split or tf32" if tf32 else "split"
         said = f"{c.problem.io.numerics.value} may not round between two mma (mma_carrier must be {wide})"
-        return said if between and _rounds_once(c, k) else None
+        return said if between and (_rounds_once(c, k) or c.has_wide_prologue) else None
     if not between:
         return "no value passes from one mma to another (mma_carrier must be packed)"
     if k.mma_carrier == "tf32" and not tf32:
@@ -359,6 +376,8 @@ def _(c: Context, k: Knobs) -> str | None:
         return "no mma leaves packed values"
     if c.problem.io.input is not DType.FLOAT16:
         return "no mma sums in bfloat16"
+    if c.has_wide_prologue:
+        return "what comes before the transform leaves fp32"
     return None if c.problem.may_round_often else f"{c.problem.io.numerics.value} may not round inside an mma"
 
 
@@ -457,6 +476,20 @@ def _(c: Context, k: Knobs) -> str | None:
 @RULES.rule("load")
 def _(c: Context, k: Knobs) -> str | None:
     return _load_fault(c, k.load, k.block_bits)
+
+
+def halves_in_bulk(c: Context, tile: int) -> bool:
+    """Whether x has the halves of rows one behind the other, and a tile of so many elements is of one row."""
+    prologue = prologue_of(c.problem)
+    return prologue is not None and prologue.is_halved and tile <= c.problem.unit
+
+
+@RULES.rule("load")
+def _(c: Context, k: Knobs) -> str | None:
+    prologue = prologue_of(c.problem)
+    if k.load == "bulk" and prologue and prologue.is_halved and not halves_in_bulk(c, _tile(c, k)):
+        return "halves of several rows lie apart (load must not be bulk, or the tile smaller)"
+    return None
 
 
 @lru_cache(maxsize=64)

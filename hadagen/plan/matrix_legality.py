@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hadagen.plan.knobs import ALONE, HADAMARD, IN_TURNS, KNOBS, MATRIX_FIRST, TOGETHER, Knobs, KnobValue
-from hadagen.plan.legality import RULES, Context, Rules, Why, footprint
+from hadagen.plan.knobs import AHEAD, ALONE, HADAMARD, IN_TURNS, KNOBS, MATRIX_FIRST, TOGETHER, Knobs, KnobValue
+from hadagen.plan.legality import RULES, Context, Rules, Why, footprint, halves_in_bulk
 from hadagen.plan.steps.base import PACKED, Draft
 from hadagen.plan.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Matrix, Multiplies
 from hadagen.plan.steps.product import PRODUCT_COLUMNS, BoxProduct, Product
@@ -40,6 +40,8 @@ MATRIX_RULES += [rule for rule in RULES if rule.last in ("stages", "ahead", "tri
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return None
+    if c.problem.prologue:
+        return "a prologue computes what threads have loaded (first must be hadamard)"
     if "cp_async" not in c.arch.features:
         return "the arch has no cp_async (first must be hadamard)"
     if k.chunks > 1 or k.warps > 1:
@@ -94,6 +96,13 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD or k.products == ALONE or k.stages > 1:
         return None
     return "a box is loaded while warps multiply another one together (stages must be 2 or more, or products alone)"
+
+
+@MATRIX_RULES.rule("stages")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.products == AHEAD and k.stages < 3:
+        return "a tile lands while the next one is multiplied and this one is transformed (stages must be 3 or more)"
+    return None
 
 
 @MATRIX_RULES.rule("chunks")
@@ -160,6 +169,8 @@ def _(c: Context, k: Knobs) -> str | None:
     draft, tile = _draft(c, k)
     for why in tile.faults(draft, draft.steps.index(tile)):
         return why
+    if k.load == "bulk" and draft.width > 1 and not halves_in_bulk(c, draft.tile_elements):
+        return "the parts of rows lie apart (load must be plain)"
     lacking = min(draft.features - c.arch.features, default="")
     return f"the arch has no {lacking}" if lacking else None
 

@@ -137,7 +137,7 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
     if sum(isinstance(step, Renumber) for step in plan.steps) != plan.problem.transform.swapped:
         raise UsageError(f"{name}: the steps do not exchange the bits of digits once")
-    if [step.name for step in plan.steps if step.is_prologue] != [plan.problem.prologue] * bool(plan.problem.prologue):
+    if [step.computes for step in plan.steps if step.computes] != [plan.problem.prologue] * bool(plan.problem.prologue):
         raise UsageError(f"{name}: the steps do not compute the prologue of the problem once")
     flips = [step.before for step in plan.steps if isinstance(step, Signs)]
     if flips != [*plan.tile.flips] * plan.problem.transform.signed:

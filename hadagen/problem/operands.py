@@ -1,17 +1,17 @@
-"""`Operand`: a tensor that a kernel takes besides x and y. All that handles operands is a loop over `operands_of`.
-`Prologue`: a change of the values of rows before the transform, in the same kernel, with operands of its own."""
+"""The operands of hadagen's kernels, and lists of those of a problem. All that handles operands is a loop over
+`operands_of`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from hadagen.errors import UsageError, choice, shown
 from hadagen.problem.formats import TENSOR, Format, Layout
 from hadagen.problem.launch import PARAMS, ROW_PARAMS, Param
+from hadagen.problem.operand import Operand
 from hadagen.problem.problem import DType, Problem, Rows
+from hadagen.problem.prologues import prologue_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,123 +21,6 @@ if TYPE_CHECKING:
 # Name of an operand → its values: "matrix", its entries [order, order]; "signs_before" and "signs_after", as the params
 # of these names; "tensor_scale", float32 with an element for each head, or one. A name without a value means no signs.
 OperandValues = Mapping[str, "NDArray[Any]"]
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor in device memory, by the name of the param that points to it.
-
-    is_taken: whether the kernels of a problem take it.
-    sample: values to verify the kernels of a problem with, for so many `Problem.unit`s; None for what a kernel writes.
-    packed: an array of the bytes that a kernel takes for values.
-    numbers: the params that belong to it, such as a pitch.
-    is_optional: whether a null pointer stands for none.
-    like_x: whether it has rows like those of x. Its values are [rows, n].
-    """
-
-    name: str
-    is_taken: Callable[[Problem], bool]
-    sample: Callable[[Problem, int, np.random.Generator], NDArray[Any]] | None
-    packed: Callable[[Problem, NDArray[Any]], NDArray[Any]] = lambda problem, values: values
-    numbers: Callable[[Problem], tuple[Param, ...]] = lambda problem: ()
-    is_optional: bool = False
-    like_x: bool = False
-
-    @property
-    def is_written(self) -> bool:
-        """Whether a kernel writes it."""
-        return self.sample is None
-
-    @property
-    def param(self) -> Param:
-        return Param("void*" if self.is_written else "const void*", self.name)
-
-
-class Prologue:
-    """A change of the values of rows before signs and transform, in the same kernel.
-
-    name: a name for keys of problems, of lower-case letters and underscores.
-    operands: its operands besides x. Operands that it writes are like x.
-    """
-
-    name: str
-    operands: tuple[Operand, ...] = ()
-
-    def step(self) -> Any:
-        """The step that computes it, a `hadagen.plan.steps.base.Step` with `is_prologue`."""
-        raise NotImplementedError
-
-    def results(
-        self, x: torch.Tensor, values: Mapping[str, torch.Tensor], dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        """Its formula in PyTorch. Returns "x", the values to transform, and the operands that it writes, by name.
-
-        x: float32 or float64 [rows, n]. values: the operands that it reads, by name, of x's type: like x, or [n].
-        All are numbers that `dtype` holds, as x and y have it in memory; `rounded` rounds to it. The function must be
-        differentiable in all of them.
-        """
-        raise NotImplementedError
-
-    @property
-    def read(self) -> list[str]:
-        """The names of the operands that it reads, in order."""
-        return [each.name for each in self.operands if not each.is_written]
-
-    @property
-    def written(self) -> list[str]:
-        """The names of the operands that it writes, in order."""
-        return [each.name for each in self.operands if each.is_written]
-
-
-def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of a type that are nearest to values, in the type of the values."""
-    return values.to(dtype).to(values.dtype)
-
-
-def rows_like_x(name: str, *, is_written: bool = False) -> Operand:
-    """An operand with rows like those of x, of its type."""
-    return Operand(name, _always, None if is_written else _random_rows, _encoded, like_x=True)
-
-
-def vector_of_n(name: str) -> Operand:
-    """An operand of n elements, of x's type."""
-    return Operand(name, _always, lambda problem, units, random: _normal(problem, (problem.n,), random), _encoded)
-
-
-def _always(problem: Problem) -> bool:
-    return True
-
-
-def _random_rows(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
-    return _normal(problem, (units * problem.unit // problem.n, problem.n), random)
-
-
-def _normal(problem: Problem, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[Any]:
-    from hadagen.problem.bits import decode, encode
-
-    return decode(problem.io.input, encode(problem.io.input, random.standard_normal(shape)))
-
-
-def _encoded(problem: Problem, values: NDArray[Any]) -> NDArray[Any]:
-    from hadagen.problem.bits import encode
-
-    return encode(problem.io.input, values)
-
-
-# Name → prologue. A program may add its own.
-PROLOGUES: dict[str, Prologue] = {}
-
-
-def prologue_of(problem: Problem) -> Prologue | None:
-    """The prologue of a problem; None if it has none. Raises `UsageError` for one that is not known."""
-    check_prologue(problem.prologue)
-    return PROLOGUES.get(problem.prologue)
-
-
-def check_prologue(name: Any) -> None:
-    """Raises `UsageError` for a name that is neither that of a prologue nor "", which means no prologue."""
-    if not isinstance(name, str) or (name and name not in PROLOGUES):
-        raise UsageError(f"prologue {shown(name)} is not known; {choice(name, PROLOGUES) if PROLOGUES else 'none is'}")
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
@@ -245,6 +128,8 @@ def params_for(problem: Problem, operands: Iterable[Operand] | None = None) -> t
     known = operands_of(problem) if operands is None else operands
     taken = [each for each in dict.fromkeys(known) if each.is_taken(problem)]
     others = [param for each in taken for param in (each.param, *each.numbers(problem))]
+    prologue = prologue_of(problem)
+    others += prologue.params(problem) if prologue else ()
     rows = ROW_PARAMS if problem.io.rows is Rows.PITCHED else ()
     return *PARAMS, *sorted((*rows, *others), key=lambda param: _ORDER.get(param.name, len(_ORDER)))
 

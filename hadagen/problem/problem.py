@@ -190,7 +190,7 @@ class Io:
 # Such as n4096-float16-fast-pitched, n14336-k28-signed-float16-fast or n128-bfloat16-to-fp8_group_128-accurate. A part
 # "to" with the output stands behind the input if the two differ, and a part "after" with a prologue before it.
 _KEY = re.compile(
-    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-swapped)?(-signed)?(?:-after-([a-z_]+))?-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?"
+    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-swapped)?(-signed)?(?:-after-([a-z][a-z0-9_]*))?-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?"
     r"-([a-z]+)(?:-([a-z]+))?"
 )
 
@@ -200,7 +200,7 @@ class Problem:
     """A transform of the last dimension of x, and what is read and written for it. If the result is quantized, and no
     plan would round between steps, `fast` means `accurate`.
 
-    prologue: the name of a `hadagen.problem.operands.Prologue` whose result is transformed in place of x; "" for none.
+    prologue: the name of a `hadagen.problem.prologues.Prologue` whose result is transformed in place of x; "" for none.
 
     Raises `UsageError` for anything else than these two; `Problem.of` takes n and the names of types.
     """

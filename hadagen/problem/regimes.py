@@ -15,6 +15,7 @@ from functools import lru_cache
 from hadagen.problem.launch import RowShape
 from hadagen.problem.operands import operands_of
 from hadagen.problem.problem import Problem, Rows
+from hadagen.problem.prologues import width_of
 
 
 class Destination(str, Enum):
@@ -117,9 +118,10 @@ def touched_bytes(problem: Problem, elements: int, destination: Destination) -> 
 
 
 def buffers_besides(problem: Problem) -> tuple[int, int]:
-    """How many operands like x a launch reads besides x, and how many it writes besides y or codes and scales."""
+    """How many tensors as large as a 16-bit result a launch reads besides one, and how many it writes besides y or
+    codes and scales."""
     is_written = [operand.is_written for operand in operands_of(problem) if operand.like_x]
-    return is_written.count(False), is_written.count(True)
+    return is_written.count(False) + width_of(problem) - 1, is_written.count(True)
 
 
 def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:

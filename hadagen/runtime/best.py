@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hadagen.errors import UsageError
 from hadagen.problem.launch import LaunchSpec
-from hadagen.problem.operands import check_prologue
 from hadagen.problem.problem import MAX_LOG2_N, Problem, Rows, kernel_order, padded_length
+from hadagen.problem.prologues import check_prologue
 from hadagen.problem.regimes import Destination
 from hadagen.problem.target import arch_of_gpu
 from hadagen.problem.trial import Provenance

@@ -14,7 +14,7 @@ import torch
 
 from hadagen.errors import TensorError
 from hadagen.problem.formats import TENSOR
-from hadagen.problem.operands import PROLOGUES, Prologue, check_prologue
+from hadagen.problem.prologues import PROLOGUES, Prologue, check_prologue
 from hadagen.runtime import calls
 from hadagen.runtime.calls import Run, has_only_memory, launch_of, needs_derivative, rotation_problem
 from hadagen.runtime.checks import check_alike, check_is_tensor, check_tensor, plain, shape_of

@@ -11,8 +11,9 @@ import torch
 from hadagen.gpu.driver import LoadedKernel
 from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
-from hadagen.problem.operands import MATRIX, prologue_of, sizes_for, verification_operands
+from hadagen.problem.operands import MATRIX, sizes_for, verification_operands
 from hadagen.problem.problem import LARGE, DType, Problem
+from hadagen.problem.prologues import prologue_of
 from hadagen.problem.regimes import destinations
 from hadagen.runtime import plain_transform
 from hadagen.runtime.plain_rotation import rotate_into
@@ -65,7 +66,10 @@ def _case(
     """Normal values times `size`."""
     device, dtype = torch.device("cuda", kernel.device), TORCH_DTYPE[problem.io.input]
     numbers = torch.Generator(device).manual_seed(_SEED)
-    x = (torch.randn(rows, columns, generator=numbers, device=device, dtype=torch.float32) * size).to(dtype)
+    prologue = prologue_of(problem)
+    shape = (prologue.width, rows, columns) if prologue and prologue.width > 1 else (rows, columns)
+    parts = (torch.randn(shape, generator=numbers, device=device, dtype=torch.float32) * size).to(dtype)
+    x = prologue.joined(parts) if prologue else parts
     values = verification_operands(problem, max(1, rows * columns // problem.unit))
     given = {name: torch.from_numpy(each.copy()).to(device) for name, each in values.items()}
     matrix, orders = None, [1]
@@ -74,12 +78,14 @@ def _case(
     n = problem.n if problem.io.form else columns  # a row of codes has several units, others may be cut short
     signs = given.get("signs_before"), given.get("signs_after")
     of = RotateArguments(matrix, orders, *signs, n, problem.transform.swapped, transposed, problem.n**-0.5, "accurate")
-    wide, written = x.to(exact, copy=True), {}
+    wide, written = parts.to(exact, copy=True), {}
     operands, memory = addresses(of), list[torch.Tensor]()
-    if prologue := prologue_of(problem):
-        made = prologue.results(wide.view(-1, n), {k: given[k].to(exact) for k in prologue.read}, dtype)
-        wide = made["x"].reshape(x.shape)
+    if prologue:
+        read = {name: given[name].to(exact) for name in prologue.read}
+        made = prologue.results(wide.view(*shape[:-2], -1, n), read, dtype)
+        wide = made["x"].reshape(rows, columns)
         written = {name: (torch.full_like(x, math.nan), made[name].view(x.shape)) for name in prologue.written}
+        operands |= prologue.numbers(max(1, columns // problem.unit))
         memory = [given[name].to(dtype) for name in prologue.read]
         operands |= {name: each.data_ptr() for name, each in zip(prologue.read, memory, strict=True)}
         operands |= {name: each.data_ptr() for name, (each, _) in written.items()}
@@ -101,7 +107,7 @@ def _is_right(kernel: LoadedKernel, problem: Problem, columns: int, transposed: 
     case = _case(kernel, problem, rows, columns, transposed, size, exact)
     x, stream = case.x, torch.cuda.current_stream(case.x.device).cuda_stream
     shape = RowShape(columns, columns, columns) if kernel.spec.reads_rows else None
-    for y in (torch.full_like(x, math.nan), x)[: len(destinations(problem))]:
+    for y in (torch.full_like(case.exact, math.nan, dtype=x.dtype), x)[: len(destinations(problem))]:
         kernel.launch(stream, x.data_ptr(), y.data_ptr(), rows * n, case.of.scale, shape, case.operands)
         pairs = [(y, case.exact), *case.written.values()]
         if any(relative_error(found, right.double()) > problem.error_bound for found, right in pairs):

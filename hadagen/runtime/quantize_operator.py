@@ -13,8 +13,9 @@ import torch
 
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem.formats import ROW, TENSOR, Format, Layout
-from hadagen.problem.operands import Prologue, sizes_for
+from hadagen.problem.operands import sizes_for
 from hadagen.problem.problem import LEAST_GROUP, Problem
+from hadagen.problem.prologues import Prologue
 from hadagen.runtime import calls
 from hadagen.runtime.calls import ALIGNMENT, Output, Run, check_apart, needs_derivative, rotation_problem, span
 from hadagen.runtime.checks import (

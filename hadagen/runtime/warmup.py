@@ -11,8 +11,8 @@ import torch
 
 from hadagen.errors import UsageError, shown
 from hadagen.problem.formats import Format
-from hadagen.problem.operands import check_prologue
 from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
+from hadagen.problem.prologues import check_prologue
 from hadagen.runtime import kernels
 from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -55,8 +55,8 @@ def warmup(
         rotation. inplace is ignored.
     columns: the last dimensions of the later tensors; by default n, or the n of the `Rotation`.
     group, rule, layout, round_first: the arguments of the later calls.
-    before: the name of a prologue of later calls (`hadagen.problem.operands.PROLOGUES`). n is then the rotation, as for
-        `to`.
+    before: the name of a prologue of later calls, a key of `hadagen.problem.prologues.PROLOGUES`. n is then the
+        rotation, as for `to`.
 
     Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
     With HADAGEN_AUTOTUNE=1, each problem of these calls is measured first, unless it was measured before.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hadagen.problem.bits import Reals, decode, encode
-from hadagen.problem.operands import OperandValues, prologue_of
+from hadagen.problem.operands import OperandValues
 from hadagen.problem.problem import LARGE, DType, Problem
+from hadagen.problem.prologues import Activated, prologue_of
 
 INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
 
@@ -31,7 +32,7 @@ def verification_scale(problem: Problem) -> float:
 
 def exact_results(problem: Problem, x: Reals, scale: float, operands: OperandValues) -> tuple[Reals, dict[str, Reals]]:
     """The exact transform of a problem over the last dimension of x, after its prologue; and the operands that the
-    prologue writes, by name."""
+    prologue writes, by name. x: [rows, n], or the parts of rows, as `Prologue.results` takes them."""
     prologue = prologue_of(problem)
     if prologue is None:
         return transform(problem, x, scale, operands), {}
@@ -107,6 +108,27 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
         for name, reals in zip(INPUT_CLASSES, values, strict=True)
         if plain or name != "constant"
     }
+
+
+def input_parts(problem: Problem, classes: dict[str, Reals]) -> dict[str, Reals]:
+    """By class, x as `Prologue.results` takes it, for a problem with a prologue. classes: the first parts. The others
+    are normal, so that a product of a large value stays in range. Not the classes in which a row has one value other
+    than 0: after an activation, all its results have one and the same rounding error."""
+    prologue = prologue_of(problem)
+    if not isinstance(prologue, Activated):
+        return classes
+    lacking = ["constant", "one-hot", *["large"] * (prologue.activation == "relu2")]  # whose square is out of range
+    classes = {name: values for name, values in classes.items() if name not in lacking}
+    if (width := prologue.width) == 1:
+        return classes
+    random = np.random.default_rng(1)
+    dtype = problem.io.input
+
+    def parts(first: Reals) -> Reals:
+        others = (decode(dtype, encode(dtype, random.standard_normal(first.shape))) for _ in range(width - 1))
+        return np.stack((first, *others))
+
+    return {name: parts(first) for name, first in classes.items()}
 
 
 def hadamard(x: Reals, scale: float = 1.0) -> Reals:

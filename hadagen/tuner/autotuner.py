@@ -166,7 +166,8 @@ class Measuring:
         alarm.daemon = True
         alarm.start()
         try:
-            copies = self._toolchain.build_all(copy_sources(), self._space.arch, stopped=self._stopped)
+            sources = copy_sources(for_prologues=bool(self._space.problem.prologue))
+            copies = self._toolchain.build_all(sources, self._space.arch, stopped=self._stopped)
             with DeviceRunner(self._device_index, copies, deadline=self._deadline) as runner:
                 for _, trial in runner.run(self._variants()):
                     if isinstance(trial, Disturbed):

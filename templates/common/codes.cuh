@@ -10,11 +10,6 @@ namespace hadagen {
 HADAGEN_INLINE bool is_nan(float x) { return (as_word(x) & 0x7FFFFFFFu) > 0x7F800000u; }
 HADAGEN_INLINE bool is_finite(float x) { return (as_word(x) & 0x7F800000u) != 0x7F800000u; }
 HADAGEN_INLINE bool is_infinite(float x) { return (as_word(x) & 0x7FFFFFFFu) == 0x7F800000u; }
-// x, but no less than `least`, or no more than `most`; NaN stays NaN.
-HADAGEN_INLINE float at_least(float x, float least) { return x < least ? least : x; }
-HADAGEN_INLINE float at_most(float x, float most) { return x > most ? most : x; }
-template <class T> HADAGEN_INLINE float rounded(float x) { return low<T>(pack<T>(x, 0.0f)); }
-template <> HADAGEN_INLINE float rounded<float32>(float x) { return x; }
 template <class T> HADAGEN_INLINE float least_normal() { return 0x1p-126f; }
 template <> HADAGEN_INLINE float least_normal<float16>() { return 0x1p-14f; }
 // The bits of an element of this value, in the low bytes.

@@ -113,6 +113,13 @@ HADAGEN_INLINE void multiply_boxes_alone(float (&d)[count], const Operand (&a)[s
         }
 }
 
+// ---- fp32 values ---------------------------------------------------------------------------------------------------
+// x, but no less than `least`, or no more than `most`; NaN stays NaN.
+HADAGEN_INLINE float at_least(float x, float least) { return x < least ? least : x; }
+HADAGEN_INLINE float at_most(float x, float most) { return x > most ? most : x; }
+template <class T> HADAGEN_INLINE float rounded(float x) { return low<T>(pack<T>(x, 0.0f)); }
+template <> HADAGEN_INLINE float rounded<float32>(float x) { return x; }
+
 // ---- butterflies ---------------------------------------------------------------------------------------------------
 // other + value where the lane bit is 0, other − value where it is 1: one output of a butterfly across lanes.
 template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool lane_bit) {

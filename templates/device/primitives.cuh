@@ -197,6 +197,24 @@ HADAGEN_INLINE float reciprocal_of_usual(float a) {
     return __fmaf_rn(__fmaf_rn(-a, about, 1.0f), about, about);
 }
 HADAGEN_INLINE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+HADAGEN_INLINE float quotient_of(float a, float b) { return __fdiv_rn(a, b); }
+// Functions of CUDA's library, and those of the special function units, whose errors are a few units in the last place (CUDA
+// C++ Programming Guide, "Mathematical Functions"; PTX ISA, "Floating Point Instructions").
+HADAGEN_INLINE float exp_of(float a) { return expf(a); }
+HADAGEN_INLINE float erf_of(float a) { return erff(a); }
+HADAGEN_INLINE float tanh_of(float a) { return tanhf(a); }
+HADAGEN_INLINE float quick_exp_of(float a) { return __expf(a); }
+HADAGEN_INLINE float quick_quotient_of(float a, float b) { return __fdividef(a, b); }
+HADAGEN_INLINE float full_quotient_of(float a, float b) {
+    float d;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+HADAGEN_INLINE float quick_tanh_of(float a) {
+    float d;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(d) : "f"(a));
+    return d;
+}
 // The other one where one is NaN.
 HADAGEN_INLINE float smaller(float a, float b) { return fminf(a, b); }
 HADAGEN_INLINE float bigger(float a, float b) { return fmaxf(a, b); }
@@ -448,14 +466,18 @@ HADAGEN_INLINE void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
-// Starts copying `bytes`, for which the barrier waits. One thread calls it.
-HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* barrier) {
-    barrier_expect(barrier, bytes);
+// Starts copying `bytes`, which the barrier expects. One thread calls it.
+HADAGEN_INLINE void bulk_copy_expected(byte* shared, const void* global, u32 bytes, u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(shared)),
         "l"(global), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
+}
+// The same, and arrives at the barrier, which waits for these bytes alone.
+HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* barrier) {
+    barrier_expect(barrier, bytes);
+    bulk_copy_expected(shared, global, bytes, barrier);
 }
 // Starts copying `bytes` to the same place in the shared memory of each of the `blocks` of the cluster; lands at the same
 // barrier of each, which must expect them by itself. One thread calls it.
@@ -577,5 +599,7 @@ template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) {
 #pragma unroll
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// The same if it was begun. ptxas lets other instructions run beside a product only if every path waits for it.
+template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count], bool) { wait_for_product(d); }
 
 }  // namespace hadagen

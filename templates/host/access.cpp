@@ -39,15 +39,16 @@ bool in_operand(const void* global, i64 bytes) {
 
 // The first of the elements that `bytes` at `global` hold. They must lie inside a row of the array and be aligned.
 i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const char* does, const char* name) {
+    const i64 end = array == m.y && array != m.x ? extent(pitch) : m.launch.x_elements;
     check_synced(does, name);
     const i64 offset = i64(global) - i64(array), size = m.launch.element_bytes;
     const i64 first = offset / size, count = bytes / size;
     if (bytes < vector_bytes && bytes != size && bytes != 8)
         fail("%s %s an element of %lld bytes, but those of %s have %lld", Name(m.running->who).text, does, bytes, name,
              size);
-    if (offset < 0 || first + count > extent(pitch))
+    if (offset < 0 || first + count > end)
         fail("%s %s %lld elements at element %lld of %s, which has %lld", Name(m.running->who).text, does, count, first,
-             name, extent(pitch));
+             name, end);
     if (pitch > m.launch.columns && first % pitch + count > m.launch.columns)
         fail("%s %s %lld elements at element %lld of a row of %s, which has %lld", Name(m.running->who).text, does,
              count, first % pitch, name, m.launch.columns);

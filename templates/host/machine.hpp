@@ -98,6 +98,7 @@ struct Launch {
     i64 columns;
     i64 x_pitch;
     i64 y_pitch;
+    i64 x_elements;  // from the first to the end of x
     i64 steps;  // calls of primitives after which a kernel is taken to loop forever
     u64 seed;   // order in which threads run
     const u64* arguments;  // of the kernel

@@ -131,6 +131,14 @@ HADAGEN_INLINE float reciprocal_of(float a) { return 1.0f / a; }
 // The same for a number that is neither very large nor very small.
 HADAGEN_INLINE float reciprocal_of_usual(float a) { return 1.0f / a; }
 HADAGEN_INLINE float fma(float a, float b, float c) { return std::fma(a, b, c); }
+HADAGEN_INLINE float quotient_of(float a, float b) { return a / b; }
+HADAGEN_INLINE float exp_of(float a) { return std::exp(a); }
+HADAGEN_INLINE float erf_of(float a) { return std::erf(a); }
+HADAGEN_INLINE float tanh_of(float a) { return std::tanh(a); }
+HADAGEN_INLINE float quick_exp_of(float a) { return std::exp2(1.4426950408889634f * a); }
+HADAGEN_INLINE float quick_quotient_of(float a, float b) { return std::fabs(b) > 0x1p126f ? a * 0.0f : a * (1.0f / b); }
+HADAGEN_INLINE float full_quotient_of(float a, float b) { return a / b; }
+HADAGEN_INLINE float quick_tanh_of(float a) { return std::tanh(a) * (1.0f + 0x1p-12f); }
 // The other one where one is NaN.
 HADAGEN_INLINE float smaller(float a, float b) { return std::fmin(a, b); }
 HADAGEN_INLINE float bigger(float a, float b) { return std::fmax(a, b); }
@@ -290,10 +298,14 @@ HADAGEN_INLINE void barrier_init(u64* barrier, u32 arrivals) { machine::barrier_
 HADAGEN_INLINE void barrier_arrive(u64* barrier) { machine::barrier_arrive(barrier); }
 // Arrives at the barrier, whose phase ends when so many bytes, a multiple of 16, have landed. One thread calls it.
 HADAGEN_INLINE void barrier_expect(u64* barrier, u32 bytes) { machine::barrier_expect(barrier, bytes); }
-// Starts copying `bytes`, for which the barrier waits. One thread calls it.
+// Starts copying `bytes`, which the barrier expects. One thread calls it.
+HADAGEN_INLINE void bulk_copy_expected(byte* shared, const void* global, u32 bytes, u64* barrier) {
+    machine::bulk_copy(shared, global, bytes, barrier);
+}
+// The same, and arrives at the barrier, which waits for these bytes alone.
 HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* barrier) {
     barrier_expect(barrier, bytes);
-    machine::bulk_copy(shared, global, bytes, barrier);
+    bulk_copy_expected(shared, global, bytes, barrier);
 }
 // Starts copying `bytes` to the same place in the shared memory of each of the `blocks` of the cluster; lands at the same
 // barrier of each, which must expect them by itself. One thread calls it.
@@ -327,5 +339,9 @@ HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[steps],
 }
 // Waits until d is there, and the boxes may be written again.
 template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) { machine::end_product(d); }
+// The same if it was begun.
+template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count], bool begun) {
+    if (begun) machine::end_product(d);
+}
 
 }  // namespace hadagen

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from hadagen.plan.layout import PAIR, THREAD_ELEMENTS, VECTOR_BYTES, Axis, Place, Placement, add, cta, reg, scatter
 from hadagen.problem.launch import Param
-from hadagen.problem.operands import Operand, params_for
+from hadagen.problem.operand import Operand
+from hadagen.problem.operands import params_for
 from hadagen.problem.problem import DType, Problem
+from hadagen.problem.prologues import Prologue, prologue_of
 from hadagen.problem.scale import ScaleForm
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class Step:
     name: ClassVar[str]
     labels: ClassVar[str] = ""  # of its fields, but for those with repr=False, in their order
     template = "steps.cu.j2"
+    header = ""  # the name of a header that its block needs
     says = ""  # format of its `sentence`, with its fields and {bits}
 
     @property
@@ -130,13 +133,18 @@ class Step:
     loads = False  # loads the tile, or makes a request once a tile
     reads_x = False  # loads the tile
     is_product = False  # multiplies by the matrix of the transform
-    is_prologue = False  # computes the prologue of its name, of values as loaded
+    is_prologue = False  # computes a prologue, of values as loaded
     exchanges = False  # moves values between warps
     crosses_blocks = False  # moves values between the blocks of a cluster
     normalizes = False  # finds the level of the values of a warp
     folds = False  # multiplies by what is left of the scale only as it quantizes
     prefetches = False  # brings the input of later tiles to L2, so that only the first come from memory
     holds_all = False  # leaves all chunks at once; the compiler may make other steps leave fp32 chunk by chunk
+
+    @property
+    def computes(self) -> str:
+        """The name of the prologue that it computes; "" for none."""
+        return self.name if self.is_prologue else ""
 
     @property
     def changes_values(self) -> bool:
@@ -257,6 +265,7 @@ class Tile:
     flips: ClassVar[tuple[bool, ...]] = (True, False)  # the `before` of the steps `Signs` of a signed transform
     # The file whose macros go before those of the same name that other steps have in theirs.
     template = "steps.cu.j2"
+    warps_part: ClassVar[bool] = False  # whether a warp may be at a later tile than the other warps of its block
 
     def held_from(self, plan: Draft) -> int:
         """The number of steps after which threads hold values in registers."""
@@ -281,12 +290,12 @@ class Tile:
 
     def staged_bytes(self, plan: Draft) -> int:
         """Bytes of a staged tile, as far as a block loads it."""
-        return plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes
+        return plan.width * plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
         """The least registers of a thread for its values, fp32 if `wide`."""
         dtype, load = plan.problem.io.input, plan.load
-        loaded = 2 * dtype.bytes  # registers for a chunk
+        loaded = 2 * dtype.bytes * plan.width  # registers for a chunk
         shares = 1 if dtype is DType.FLOAT32 else plan.shares_loaded  # fp32 is summed vector by vector
         fetched = loaded if load.stages > 1 and not load.staged else 0
         return max(8 if wide else 4, loaded * shares) + fetched << plan.chunk_bits
@@ -324,6 +333,7 @@ class Tile:
         stored = plan.placements[-1]
         return {
             "stages_from": "loads.cu.j2",  # the template that says how tiles are staged
+            "in_vectors": True,  # a thread loads vectors of whole rows
             "vectors": plan.vectors,
             "stored_at": "store_at" if self._moves(plan) else "load_at",
             # Offset of vector i of a thread from its first.
@@ -368,6 +378,16 @@ class Draft:
     def warps(self) -> int:
         """Warps of a block."""
         return self.tile.warps(self) << self.warp_bits
+
+    @cached_property
+    def prologue(self) -> Prologue | None:
+        """The prologue of the problem."""
+        return prologue_of(self.problem)
+
+    @property
+    def width(self) -> int:
+        """Elements of x for each element of a tile."""
+        return self.prologue.width if self.prologue else 1
 
     @property
     def vector_elements(self) -> int:

@@ -55,8 +55,13 @@ class LoadColumns(Load):
     name = "LoadColumns"
     template = "matrix.cu.j2"
 
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        yield from super().faults(plan, at)
+        if self.staged and plan.width > 1 and not (plan.prologue and plan.prologue.is_halved):
+            yield "the parts of rows lie element by element (load must be plain)"
+
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        return super().cost(plan, carrier) if self.staged else Cost(4 * plan.vectors)
+        return super().cost(plan, carrier) if self.staged else Cost(4 * plan.vectors * plan.width)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,6 @@ class Columns(Step):
     scales: bool = field(default=True, repr=False)  # by the whole scale
 
     template = "matrix.cu.j2"
-    takes = PACKED
 
     @property
     def multiplies(self) -> str:
@@ -92,11 +96,13 @@ class Columns(Step):
         return tuple(map(column, range(self.bits)))
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
-        return frozenset({MMA_TYPES[dtype.value].feature})
+        return frozenset({MMA_TYPES["bfloat16" if carrier == SPLIT else dtype.value].feature})
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if not isinstance(plan.load, LoadColumns):
             yield "it transforms what a thread has of blocks of rows"
+        if plan.carriers[at] not in (PACKED, SPLIT):
+            yield f"it takes packed or split values but finds {plan.carriers[at] or 'none'}"
         if self.bits != min(plan.problem.bits, COLUMN_BITS + plan.chunk_bits):
             yield "a thread has vectors of other bits"
 
@@ -114,7 +120,7 @@ class Columns(Step):
         elements = plan.vectors * VECTOR  # of a thread
         planes = 2 if self.carrier == SPLIT else 1
         added = max(0, self.bits - COLUMN_BITS)
-        mma = plan.vectors * 4 * max(1, (1 << COLUMN_BITS) // plan.problem.length)
+        mma = plan.vectors * 4 * max(1, (1 << COLUMN_BITS) // plan.problem.length) * (1 + (carrier == SPLIT))
         return Cost(
             instructions=mma + elements * (1 + added + (0.5 if planes == 1 else 3)) + 2 * plan.vectors,
             mma=mma,
@@ -125,7 +131,7 @@ class Columns(Step):
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         # A power of two of the scale goes to the operand, so that sums stay in the range of fp32.
         power = {"factor": 1, "power": plan.problem.bits} if plan.problem.io.input is DType.BFLOAT16 else {}
-        return {"split": self.carrier == SPLIT, **power}
+        return {"split": self.carrier == SPLIT, "of_split": plan.carriers[at] == SPLIT, **power}
 
 
 @dataclass(frozen=True)
@@ -372,17 +378,21 @@ class Matrix(Multiplies):
         """The larger of what `Columns` needs, loads and sums, and what this step needs, A and its sums."""
         columns = VECTOR * self.vectors_in_row(plan)
         at_once = 2 * self.vectors_in_row(plan) if plan.load.staged else self.vectors(plan)
-        loaded = _OPERAND_REGISTERS * (at_once + self.vectors_in_row(plan))
+        loaded = _OPERAND_REGISTERS * (at_once * plan.width + self.vectors_in_row(plan))
         sums = _SUMS * self.slabs * self.groups(plan) if self.stores else self.values(plan)
         return max(loaded + columns // 2, self.held(plan) + sums + 2 * VECTOR)
 
-    def staged_bytes(self, plan: Draft) -> int:
-        """As many as packed operands of all blocks have, which replace what was staged."""
+    def plane_bytes(self, plan: Draft) -> int:
+        """Bytes of packed operands of all blocks."""
         return 2 * self.blocks(plan) * self.vectors_in_row(plan) * WARP_VECTOR_BYTES
+
+    def staged_bytes(self, plan: Draft) -> int:
+        """As many as operands of all blocks have, which replace what was staged."""
+        return plan.width * self.plane_bytes(plan)
 
     def shared_bytes(self, plan: Draft) -> int:
         planes = 2 if plan.carriers[plan.steps.index(self)] == SPLIT else 1
-        return self.staged_bytes(plan) * (planes - plan.load.staged)
+        return self.plane_bytes(plan) * max(0, planes - plan.width * plan.load.staged)
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         planes = 2 if carrier == SPLIT else 1
@@ -411,7 +421,7 @@ class Matrix(Multiplies):
             "sets": self.sets_of_warp(plan),
             "blocks": self.blocks(plan),
             "share": self.blocks_of_warp(plan),
-            "others": plan.footprint.offset("slots") + (0 if plan.load.staged else self.staged_bytes(plan)),
+            "others": plan.footprint.offset("slots") + (0 if plan.load.staged else self.plane_bytes(plan)),
         }
 
 

@@ -66,11 +66,15 @@ class Load(Step):
             yield "no block needs the shares of others (load must not be multicast)"
         if self.staged and plan.problem.n * plan.problem.io.input.bytes < VECTOR_BYTES:
             yield "rows shorter than 16 bytes cannot be copied asynchronously (load must be another)"
+        if self.multicast and plan.width > 1:
+            yield "what comes before the transform is computed by one block alone (load must not be multicast)"
+        if self.in_bulk and plan.prologue and plan.prologue.is_halved and plan.is_ragged:
+            yield "halves of several rows lie apart (load must not be bulk, or a tile smaller)"
         if self.staged and plan.problem.io.rows is Rows.PITCHED:
             yield "pitched rows cannot be copied as they lie (load must be another)"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        vectors = plan.vectors * plan.shares_loaded
+        vectors = plan.vectors * plan.shares_loaded * plan.width
         if not self.staged:
             return Cost(2 * vectors)
         instructions, landing = (1, "bulk") if self.in_bulk else (3, "shared")
@@ -108,7 +112,7 @@ class Prefetch(_Asks):
 
     def tiles_ahead(self, plan: Draft) -> int:
         """The distance of the prefetched tile from the loaded one, in tiles. At least 1, as tiles are below 1 MiB."""
-        return (self.mib << 20) // (plan.tile_elements * plan.problem.io.input.bytes)
+        return (self.mib << 20) // (plan.tile_elements * plan.width * plan.problem.io.input.bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if plan.problem.io.rows is Rows.PITCHED:

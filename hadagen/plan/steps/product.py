@@ -109,6 +109,7 @@ class BoxProduct(Step, Tile):
     holds_all = True
     is_product = True
     flips = (True, False)
+    warps_part = True
 
     def order(self, plan: Draft) -> int:
         """Rows of the matrix that it multiplies by."""
@@ -185,6 +186,7 @@ class BoxProduct(Step, Tile):
             "spare_warps": plan.warps > self.operands_in_slab(plan),
             "stages": plan.load.stages,
             "in_turns": False,
+            "ahead": False,
             "alone": self.together == 1,
             **power,
         }
@@ -220,7 +222,11 @@ class BoxProduct(Step, Tile):
         return self.columns(plan) // BOX_COLUMNS * _BOX_ROW_BYTES * self._padded(plan)
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
-        return self.columns(plan) // 2 + 4 * self.operands_in_slab(plan) + _MORE_REGISTERS
+        return self.sums(plan) + 4 * self.operands_in_slab(plan) + _MORE_REGISTERS
+
+    def sums(self, plan: Draft) -> int:
+        """Registers of a thread for sums."""
+        return self.columns(plan) // 2
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
         length = self.length(plan)
@@ -264,6 +270,7 @@ class BoxProduct(Step, Tile):
         return {
             "stages_from": self.template,
             "m": self.view(plan, 0),
+            "shares_peaks": plan.footprint.size("peaks") > 0,
             "vectors": self.eights(plan),
             "stored_at": add(*(scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))),
             "store_vector": of_vector(coordinates) or "0",
@@ -285,18 +292,36 @@ class Product(BoxProduct):
 
     together = 4
     boxes_from = _ALIGNED
+    ahead: ClassVar[bool] = False  # whether a warp begins the product of the next tile before it transforms this one
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         return frozenset({"wgmma"})
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return Product.name, self.fold
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         steps = self.operands_in_slab(plan)
         # In mma.m16n8k16, of which the tensor cores carry out one and a half in the time that the model counts for one.
         mma = steps * self.columns(plan) / 8 / 1.5
-        return Cost(4 * steps + 40, mma=round(mma), waits={"mma": steps, "shared": 2, "block sync": 1})
+        waits = {"shared": 2, "block sync": 1} | ({} if self.ahead else {"mma": steps})
+        return Cost(4 * steps + 40, mma=round(mma), waits=waits)
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
-        return {**super().view(plan, at), "in_turns": self.in_turns, "takers": plan.warps // self.together}
+        own = {"in_turns": self.in_turns, "ahead": self.ahead, "takers": plan.warps // self.together}
+        return super().view(plan, at) | own
+
+    def sums(self, plan: Draft) -> int:
+        return super().sums(plan) << self.ahead
+
+
+@dataclass(frozen=True)
+class ProductAhead(Product):
+    """The product of this tile, which is under way since the tile before, and the start of the next tile's. So tensor
+    cores multiply while the same warps transform."""
+
+    name = "ProductAhead"
+    ahead = True
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from hadagen.problem.operands import SCALES, TENSOR_SCALE
 
 _BIT = 2  # the radix of a bit
 _SIGNS_OF_BYTE = 8
+_LANE_BITS = 5
 _WORDS = 4  # of shared memory that are read at once
 # Instructions for each element, to encode it, on a GPU with conversions to the type.
 _ENCODED = {Element.E4M3: 1.5, Element.E2M1: 8.0, Element.INT8: 4.0, Element.INT4: 5.0, Element.NONE: 0.0}
@@ -133,8 +134,9 @@ class Largest(Step):
     holds_all = True
 
     def regions(self, plan: Draft) -> Iterator[Region]:
-        """The memory for the maxima of a group, through which the warps that have its values share them."""
-        yield Region("peaks", Groups.of(plan).shared_bytes)
+        """The memory for the maxima of a group, through which the warps that have its values share them. Where warps
+        may part, the maxima of one tile and of the next have memory of their own."""
+        yield Region("peaks", Groups.of(plan).shared_bytes << plan.tile.warps_part)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         form = plan.problem.io.form
@@ -165,6 +167,9 @@ class Largest(Step):
             "place": scatter("warp", _numbers(groups.warps)) or "0",
             "some_lanes": sum(digit.stride for digit in groups.lanes),
             "peaks_offset": plan.footprint.offset("peaks"),
+            "in_turn": groups.shared_bytes if plan.tile.warps_part else 0,
+            # Whether one instruction finds the amax of a warp. The text of older kernels has shuffles instead.
+            "reduces": plan.tile.warps_part and len(groups.lanes) == _LANE_BITS,
         }
 
 
