@@ -90,8 +90,8 @@ class Knobs:
     fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
     products: str = _knob(
         (TOGETHER, ALONE, IN_TURNS, AHEAD),
-        "how warps multiply by the matrix where it comes first: each alone with mma; or in fours with wgmma, which begin "
-        "together, in turns, or a tile ahead of the steps after them",
+        "how warps multiply by the matrix where it comes first: each alone with mma; or in fours with wgmma, which "
+        "begin together, in turns, or a tile ahead of the steps after them",
         with_matrix=True,
         estimated=2,
     )
