@@ -432,6 +432,14 @@ HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
                  : "memory");
 }
 
+// The same, each matrix transposed, as the right operands of two mma.
+HADAGEN_INLINE void load_columns(u32 (&words)[4], const byte* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
@@ -505,7 +513,11 @@ HADAGEN_INLINE void bulk_prefetch(const void* global, u32 bytes) {
                      : "memory");                                                                                      \
     }
 // Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
+#if __CUDA_ARCH__ >= 900
 HADAGEN_BARRIER_WAIT(barrier_wait, "mbarrier.try_wait.parity.shared::cta.b64")
+#else  // asks again at once, instead of being woken
+HADAGEN_BARRIER_WAIT(barrier_wait, "mbarrier.test_wait.parity.shared::cta.b64")
+#endif
 // The same where other blocks have stored.
 HADAGEN_BARRIER_WAIT(remote_barrier_wait, "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64")
 #undef HADAGEN_BARRIER_WAIT

@@ -273,7 +273,11 @@ HADAGEN_INLINE void shared_store4(byte* shared, u32 word) { machine::shared_stor
 
 // Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the left operand of an mma (ldmatrix).
 HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
-    machine::spread_rows(machine::shared_load(row), words);
+    machine::spread_rows(machine::shared_load(row), words, false);
+}
+// The same, each matrix transposed, as the right operands of two mma.
+HADAGEN_INLINE void load_columns(u32 (&words)[4], const byte* row) {
+    machine::spread_rows(machine::shared_load(row), words, true);
 }
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
