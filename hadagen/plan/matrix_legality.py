@@ -40,8 +40,8 @@ MATRIX_RULES += [rule for rule in RULES if rule.last in ("stages", "ahead", "tri
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return "a real matrix comes first (first must be matrix)" if c.problem.transform.real else None
-    if c.problem.prologue:
-        return "a prologue computes what threads have loaded (first must be hadamard)"
+    if c.has_wide_prologue and c.problem.io.input is DType.FLOAT16:
+        return "float16 is not multiplied in two parts (first must be hadamard)"
     if "cp_async" not in c.arch.features:
         return "the arch has no cp_async (first must be hadamard)"
     if k.chunks > 1 or k.warps > 1:
@@ -64,6 +64,8 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("products")
 def _(c: Context, k: Knobs) -> str | None:
+    if k.products == ALONE and c.has_wide_prologue:
+        return "a warp alone multiplies no values in two parts (products must not be alone)"
     if k.products == ALONE and c.problem.transform.real:
         return "a real matrix is multiplied by four warps together (products must not be alone)"
     if k.first == HADAMARD:

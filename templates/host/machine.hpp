@@ -71,6 +71,7 @@ struct Product {
     const u32* words;  // four for each step and piece
     u32 steps;
     u32 pieces;  // whose sum is the left operand
+    u32 planes;  // whose sum is the right operand
     const byte* boxes;
     float (*decode)(u16);
 };

@@ -32,6 +32,7 @@ from hadagen.plan.steps.base import (
     BARRIERS,
     FP32,
     PACKED,
+    SPLIT,
     WARP_BYTES,
     WARP_VECTOR_BYTES,
     Coordinates,
@@ -83,7 +84,7 @@ class LoadBoxes(Load):
             yield "a box is loaded while another one is multiplied (stages must be 2 or more)"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        vectors = plan.tile.vectors(plan)
+        vectors = plan.tile.vectors(plan) * plan.width
         return Cost(3 * vectors + 30, shared_bytes=vectors * WARP_VECTOR_BYTES, waits={"shared": 1, "block sync": 1})
 
 
@@ -105,7 +106,6 @@ class BoxProduct(Step, Tile):
     boxes_from: ClassVar[int] = BARRIERS.size  # bytes of shared memory before the boxes
     template = "product.cu.j2"
     operands = MATRIX, *SIGNS
-    takes = PACKED
     leaves = FP32
     holds_all = True
     is_product = True
@@ -134,6 +134,11 @@ class BoxProduct(Step, Tile):
         rounds = plan.problem.io.numerics is Numerics.FAST and plan.problem.order > self.together * OPERAND_SIDE
         return PIECES if plan.problem.transform.real and not rounds else 1
 
+    def planes(self, plan: Draft) -> int:
+        """The number of sets of boxes in a stage whose sum is X."""
+        is_split = any(step.computes and step.leaves == SPLIT for step in plan.steps)
+        return 2 if is_split and self.together > 1 and plan.problem.io.input is DType.BFLOAT16 else 1
+
     def axes(self, before: Placement) -> tuple[Axis, ...]:
         columns = sorted((place for place in before.axes if place.kind == "column"), key=lambda place: place.index)
         return tuple(before.axes[place] for place in columns[len(columns) - self.fold :] if self.fold)
@@ -156,6 +161,8 @@ class BoxProduct(Step, Tile):
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if not isinstance(plan.load, LoadBoxes):
             yield "it multiplies what lies in boxes"
+        if plan.carriers[at] != PACKED and (plan.carriers[at] != SPLIT or self.planes(plan) == 1):
+            yield f"it takes packed values, or bfloat16 in two parts, but finds {plan.carriers[at] or 'none'}"
         if self.columns(plan) not in PRODUCT_COLUMNS:
             numbers = ", ".join(map(str, PRODUCT_COLUMNS))
             yield f"it has {self.columns(plan)} columns instead of {numbers} (rows or fold must be another)"
@@ -187,8 +194,10 @@ class BoxProduct(Step, Tile):
             "steps": self.operands_in_slab(plan),
             "real": real,
             "pieces": self.pieces(plan),
+            "planes": self.planes(plan),
             "padded": self._padded(plan),
             "box_bytes": _BOX_ROW_BYTES * self._padded(plan),
+            "plane_bytes": self.plane_bytes(plan),
             "boxes": self.columns(plan) // BOX_COLUMNS,
             "rows_at_once": 32 * plan.warps // 8,  # of a box, in each of which eight threads copy
             "slabs_given": -(-plan.problem.order // OPERAND_SIDE),
@@ -228,8 +237,11 @@ class BoxProduct(Step, Tile):
     def eights(self, plan: Draft) -> int:
         return self.columns(plan) // 16
 
-    def staged_bytes(self, plan: Draft) -> int:
+    def plane_bytes(self, plan: Draft) -> int:
         return self.columns(plan) // BOX_COLUMNS * _BOX_ROW_BYTES * self._padded(plan)
+
+    def staged_bytes(self, plan: Draft) -> int:
+        return max(plan.width, self.planes(plan)) * self.plane_bytes(plan)
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
         of = plan.problem.transform
@@ -313,7 +325,7 @@ class Product(BoxProduct):
         return Product.name, self.fold
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        steps = self.pieces(plan) * self.operands_in_slab(plan)
+        steps = self.pieces(plan) * self.planes(plan) * self.operands_in_slab(plan)
         # In mma.m16n8k16, of which the tensor cores carry out one and a half in the time that the model counts for one.
         mma = steps * self.columns(plan) / 8 / 1.5
         waits = {"shared": 2, "block sync": 1} | ({} if self.ahead else {"mma": steps})
