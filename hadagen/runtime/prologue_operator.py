@@ -118,6 +118,7 @@ def rotated_after(
 ) -> torch.Tensor:
     """The rotated rows in a new tensor, in x or in out. x is a tensor that can be rotated after the prologue. what: as
     for `rotate_after`. kept: as for `check_target`, whose errors it raises."""
+    inplace = inplace or (out is x and before.width == 1)
     check_target(x, before, inplace, out, kept)
     (y,) = rotate_after(x, Before(text_of(before)), After(of), () if out is None or inplace else (out,), what)
     return x.copy_(y) if inplace else y
