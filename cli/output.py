@@ -158,7 +158,8 @@ def operand_words(problem: Problem) -> list[str]:
     """The words for a title that say what a transform has besides H, and its format: "K = 28", "signed", "to int8-row".
     Two problems of equal n, types, numerics and rows have different words."""
     form, of = problem.io.form, problem.transform
-    operands = [f"K = {of.order}"] * of.has_matrix + ["swapped"] * of.swapped + ["signed"] * of.signed
+    flags = ("real", "swapped", "signed")
+    operands = [f"K = {of.order}"] * of.has_matrix + [name for name in flags if getattr(of, name)]
     if form is None:
         return operands
     longer = [f"in rows of {form.group}"] if form.group > problem.n and ROW in FORMATS[form.name].groups else []

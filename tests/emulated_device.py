@@ -13,11 +13,13 @@ from sample_trials import launch_for
 
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.launch import LaunchSpec, RowShape
-from hadagen.problem.problem import DType, Problem, Rows
+from hadagen.problem.operands import LIFT, PIECES
+from hadagen.problem.problem import DType, Problem, Rows, may_have_kernels
 from hadagen.problem.scale import ScaleForm
 from hadagen.runtime import calls, kernels, streams, tables
-from hadagen.runtime.rotate_arguments import packed_size, unpack_matrices
+from hadagen.runtime.rotate_arguments import in_rows, packed_size, unpack_matrices
 from hadagen.truth import quantizer
+from hadagen.truth.accuracy import TORCH_DTYPE
 from hadagen.truth.reference import transform
 
 # What numpy takes for an element. It has no bfloat16, of which there are only kernels that quantize.
@@ -114,11 +116,17 @@ def read_operands(problem: Problem, operands: Mapping[str, int]) -> dict[str, An
     """What lies at the addresses of the operands now."""
     order, signs = problem.order, -(-problem.n // 8)
     found: dict[str, Any] = {}
-    for name, size in {"matrix": packed_size(order) // 2, "signs_before": signs, "signs_after": signs}.items():
+    pieces = PIECES * 2 if problem.transform.real else 1  # bytes of an entry
+    sizes = {"matrix": pieces * packed_size(order) // 2, "signs_before": signs, "signs_after": signs}
+    for name, size in sizes.items():
         if address := operands.get(name, 0):
             assert address % 16 == 0
             found[name] = np.frombuffer((ctypes.c_byte * size).from_address(address), np.uint8)
-    if order > 1:
+    if problem.transform.real:
+        numbers = torch.from_numpy(found["matrix"].copy()).view(TORCH_DTYPE[problem.io.input]).double()
+        entries = sum(in_rows(piece, order) for piece in numbers.chunk(PIECES))
+        found["matrix"] = (entries / (1 << LIFT[problem.io.input])).numpy()
+    elif order > 1:
         found["matrix"] = unpack_matrices(torch.from_numpy(np.tile(found["matrix"], 2)), [order])[0].numpy()
     return found
 
@@ -147,6 +155,8 @@ class EmulatedDevice:
         if problem.io.input is DType.BFLOAT16 and not problem.io.form:
             return None
         if problem.order > 1 and (problem.io.input is DType.FLOAT32 or problem.n % 8 or problem.length in (2, 4)):
+            return None
+        if problem.transform.real and not may_have_kernels(problem.order, problem.length):
             return None
         form = self.form if problem.may_round_often else ScaleForm.FP32
         spec = replace(launch_for(problem), scale_form=form)

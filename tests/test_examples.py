@@ -203,6 +203,12 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
+def test_a_layer_with_one_kernel_equals_the_layer_in_pieces() -> None:
+    assert "fused and in pieces differ by 0.0" in succeeded("layer.py", "check")
+    if not torch.cuda.is_available():
+        assert "there is no GPU to measure" in refused("layer.py")
+
+
 def test_gptq_loses_less_than_rounding_to_the_nearest() -> None:
     quarot = module("quarot")
     torch.manual_seed(0)

@@ -36,12 +36,15 @@ from hadagen.plan.space import Space, build_plan
 from hadagen.plan.steps.base import roundings
 from hadagen.plan.steps.product import PRODUCT_COLUMNS, Product
 from hadagen.problem.bits import decode
+from hadagen.problem.formats import Element
 from hadagen.problem.launch import Source
-from hadagen.problem.operands import kernel_operands, verification_operands
-from hadagen.problem.problem import ACCURATE_BOUND, DType, Problem
+from hadagen.problem.operands import LIFT, kernel_operands, pack_real, verification_operands
+from hadagen.problem.problem import ACCURATE_BOUND, DType, Numerics, Problem
 from hadagen.problem.regimes import Cache, element_buckets
 from hadagen.problem.target import known_archs
 from hadagen.problem.trial import knobs_key
+from hadagen.runtime.given import as_matrices
+from hadagen.runtime.rotate_arguments import in_rows
 from hadagen.truth.reference import transform
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.transfer import estimated_winners
@@ -107,6 +110,19 @@ CHOICES = [
     Choice("n11008-k172-signed-bfloat16-accurate", 0, 3, products="ahead"),
     Choice("n1536-k12-float16-fast", 1, 4, products="ahead"),
     Choice("n96-k12-bfloat16-accurate", 0, 3, 8, "ahead"),
+    Choice("n4096-k64-real-bfloat16-accurate", 0, 3, products="ahead"),
+    Choice("n11008-k172-real-signed-float16-accurate", 0, 2),
+    Choice("n5120-k20-real-bfloat16-fast", 2, 3),
+    Choice("n448-k28-real-signed-bfloat16-accurate", 1, 2, rows=8),
+    Choice("n1536-k12-real-float16-fast", 0, 4),
+    Choice("n384-k12-real-signed-float16-accurate", 2, 3, rows=8),
+    Choice("n8192-k128-real-bfloat16-accurate", 0, 3, products="in_turns"),
+]
+# Each has one more rounding: that of the entries of the matrix.
+ROUNDED = [
+    Choice("n11008-k172-real-signed-bfloat16-fast", 0, 3),
+    Choice("n12288-k96-real-float16-fast", 1, 2),
+    Choice("n1536-k192-real-bfloat16-fast", 0, 4, rows=8),
 ]
 QUANTIZING = [
     Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3),
@@ -134,6 +150,10 @@ QUANTIZING = [
     Choice("n11008-k172-bfloat16-to-int8_row_11008-accurate", 0, 4, products="ahead"),
     Choice("n3072-k12-signed-float16-to-fp8_row_3072-accurate", 2, 3, products="ahead"),
     Choice("n7168-k28-bfloat16-to-mxfp4_32-accurate", 2, 3, products="ahead"),
+    Choice("n4096-k64-real-bfloat16-to-fp8_row_4096-accurate", 0, 3),
+    Choice("n2560-k20-real-signed-float16-to-int8_row_2560-accurate", 1, 2),
+    Choice("n4096-k32-real-bfloat16-to-mxfp4_32-accurate", 0, 3),
+    Choice("n5120-k160-real-signed-bfloat16-to-int8_row_5120-fast", 0, 2, rows=2),
 ]
 with_each = pytest.mark.parametrize("choice", CHOICES, ids=str)
 
@@ -148,7 +168,7 @@ def source_of(choice: Choice) -> Source:
     return render(choice.plan)
 
 
-@pytest.mark.parametrize("choice", [*CHOICES, *QUANTIZING], ids=str)
+@pytest.mark.parametrize("choice", [*CHOICES, *ROUNDED, *QUANTIZING], ids=str)
 def test_a_plan_computes_the_transform(choice: Choice) -> None:
     problem, operands = choice.problem, verification_operands(choice.problem)
     x = np.random.default_rng(0).standard_normal((3 * choice.rows, problem.n))
@@ -161,6 +181,13 @@ def test_a_kernel_rounds_once(choice: Choice, module: HostModule) -> None:
     at = CHOICES.index(choice)
     errors = verify(choice.problem, source_of(choice), module=module, in_place=at % 2 == 0, order_seed=at % 3)
     assert {name: error for name, error in errors.items() if error > ACCURATE_BOUND[choice.problem.io.input]} == {}
+
+
+@pytest.mark.parametrize("choice", ROUNDED, ids=str)
+def test_a_fast_kernel_rounds_large_real_matrices(choice: Choice, module: HostModule) -> None:
+    errors = verify(choice.problem, source_of(choice), module=module)
+    bound, once = choice.problem.error_bound, ACCURATE_BOUND[choice.problem.io.input]
+    assert {name: error for name, error in errors.items() if not once < error <= bound} == {}
 
 
 @with_each
@@ -227,7 +254,7 @@ def test_signs_may_be_left_out() -> None:
 
 @pytest.mark.parametrize("choice", QUANTIZING, ids=str)
 def test_codes_and_scales_are_those_of_the_quantizer(choice: Choice, module: HostModule) -> None:
-    """Of rows of few small integers, whose values are exact in fp32."""
+    """Of rows of few small integers, whose values are exact in fp32; so are sums with real entries of few bits."""
     problem, source = choice.problem, source_of(choice)
     numbers, dtype = np.random.default_rng(0), TYPES[choice.problem.io.input.value]
     columns = max(problem.unit, 128 // problem.unit * problem.unit)
@@ -236,6 +263,11 @@ def test_codes_and_scales_are_those_of_the_quantizer(choice: Choice, module: Hos
     places = torch.from_numpy(numbers.integers(0, columns, (rows, 6)))
     x.scatter_(1, places, torch.from_numpy(numbers.integers(-15, 16, (rows, 6)).astype(np.float32)))
     operands = verification_operands(problem)
+    if problem.transform.real:
+        # In one piece; and values near the middle between two codes of E2M1 may count as in the middle.
+        is_coarse = problem.io.numerics is Numerics.FAST or problem.io.form.element is Element.E2M1  # type: ignore[union-attr]
+        parts = 16 if is_coarse else 128
+        operands["matrix"] = np.round(parts * operands["matrix"]) / parts
     exact = transform(problem, x.double().numpy().reshape(-1, problem.n), 0.25, operands)
     y = torch.from_numpy(exact).float().view(rows, columns)
     check(problem, emulated(problem, source, module, x.to(dtype), 0.25, **kernel_operands(problem, operands)), y, dtype)
@@ -321,6 +353,60 @@ def test_searches_choose_it_too(key: str) -> None:
     assert {(knobs.fold, knobs.stages) for knobs in seeds if knobs.first == MATRIX_FIRST} == wanted
     assert all(plan.launch.shared_bytes <= ARCH.limits.shared_per_block for plan in plans)
     assert all("CrossButterflies" in [step.name for step in plan.steps] for plan in plans)
+
+
+# ---- real matrices ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("order", [2, 12, 64, 100, 172, 192])
+@pytest.mark.parametrize("numerics", ["accurate", "fast"])
+def test_kernels_for_a_real_matrix_multiply_by_it_first(order: int, numerics: str) -> None:
+    problem = Problem.of(64 * order, "bfloat16", numerics, order=order, real=True)
+    space = space_of(problem)
+    plans = [build_plan(problem, knobs, ARCH) for knobs in space.legal]
+    assert {knobs.first for knobs in (*space.legal, *space.seeds())} == {MATRIX_FIRST}
+    rounds = numerics == "fast" and order > 64
+    assert {plan.tile.pieces(plan) for plan in plans if isinstance(plan.tile, Product)} == {2 - rounds}
+    with pytest.raises(UsageError, match=re.escape("a real matrix comes first (first must be matrix)")):
+        build_plan(problem, Knobs(), ARCH)
+
+
+@pytest.mark.parametrize(
+    ("key", "arch"),
+    [
+        ("n18944-k148-real-bfloat16-accurate", "sm90"),  # more than the registers hold
+        ("n1664-k208-real-bfloat16-accurate", "sm90"),
+        ("n48-k12-real-float16-accurate", "sm90"),
+        ("n4096-k64-real-float32-accurate", "sm90"),
+        ("n4096-k64-real-float16-fast", "sm80"),
+        ("n4096-k64-real-float16-fast", "sm100"),
+    ],
+)
+def test_other_real_matrices_have_no_kernel(key: str, arch: str) -> None:
+    problem = Problem.parse(key)
+    assert Space(problem, load_arch(arch)).seeds() == []
+    assert closest_recipe(problem, knobs_key(Knobs().to_dict()), arch) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step", "least"), [(DType.FLOAT16, 2.0**-22, 2.0**-35), (DType.BFLOAT16, 2.0**-16, 0.0)]
+)
+def test_two_pieces_keep_the_entries(dtype: DType, step: float, least: float) -> None:
+    """`step` of each, or `least`; of matrices whose entries are as different as they may be too."""
+    uneven = torch.zeros(192, 192)
+    uneven[0, 0], uneven[1] = 1.0, torch.logspace(-12, 0, 192)
+    for given in (torch.linalg.qr(torch.randn(172, 172))[0] * 1e-20, torch.randn(7, 7) * 1e9, uneven):
+        ((matrix,), _) = as_matrices(given)
+        pieces = pack_real(matrix, dtype).view(TYPES[dtype.value]).double().chunk(2)
+        found = sum(in_rows(piece, len(matrix)) for piece in pieces) / (1 << LIFT[dtype])
+        assert ((found - matrix.double()).abs() <= torch.clamp(step * matrix.double().abs(), min=least)).all()
+        assert 0.7 < matrix.double().norm() / len(matrix) ** 0.5 < 1.42
+
+
+@pytest.mark.parametrize("key", ["n4096-real-float16-fast", "n4096-k64-signed-real-float16-fast"])
+def test_a_key_says_real_behind_the_order(key: str) -> None:
+    with pytest.raises(UsageError):
+        Problem.parse(key)
+    assert Problem.parse("n4096-k64-real-signed-float16-fast").parent == Problem.parse("n4096-k64-real-float16-fast")
+    assert Problem.parse("n4096-k64-real-float16-fast").parent == Problem.parse("n4096-k64-float16-fast")
 
 
 # ---- instructions of one arch ----------------------------------------------------------------------------------------

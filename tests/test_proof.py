@@ -47,10 +47,10 @@ class Blind(EmulatedKernel):
         return found | {self.unread: found[self.unread] * 0}
 
 
-@pytest.mark.parametrize("unread", READ)
-def test_every_operand_is_compared(unread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("unread", "key"), [*READ.items(), ("matrix", "n96-k12-real-signed-float16-accurate")])
+def test_every_operand_is_compared(unread: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blind, "unread", unread)
-    problem = Problem.parse(READ[unread])
+    problem = Problem.parse(key)
     assert (is_right(EmulatedKernel, problem), is_right(Blind, problem)) == (True, False)
 
 

@@ -129,7 +129,8 @@ def check(
         (Rotation(1792, "quarot", block=896), "mxfp8", "n896-k28-float16-to-mxfp8_32-accurate"),
         (Rotation(768, "regular", block=256), "int8-row", "n256-swapped-signed-float16-to-int8_row_768-accurate"),
         (Rotation(768, block=128), "fp8-row", "n128-float16-to-fp8_row_768-accurate"),
-        (Rotation(768, torch.eye(3) / 2, block=96), "mxfp8", None),  # no matrix of −1, 0 and 1
+        (Rotation(768, torch.eye(3) / 2, block=96), "mxfp8", "n96-k3-real-float16-to-mxfp8_32-accurate"),
+        (Rotation(768, torch.eye(96) / 2, block=96), "mxfp8", None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

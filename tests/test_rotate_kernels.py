@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated_device import EmulatedDevice, device, same
+from emulated_device import EmulatedDevice, device, read_operands, same
 from test_rotation import VIEWS, some_signs
 from test_runtime import normal
 
@@ -20,8 +20,16 @@ from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import Problem
 from hadagen.runtime import rotate_operator, tables
-from hadagen.runtime.rotate_arguments import addresses, pack_matrix, pack_signs, unpack_signs
+from hadagen.runtime.rotate_arguments import (
+    addresses,
+    pack_matrix,
+    pack_signs,
+    packed_size,
+    unpack_matrices,
+    unpack_signs,
+)
 from hadagen.runtime.rotation import operands_of
+from hadagen.truth.accuracy import TORCH_DTYPE
 
 __all__ = ["device"]  # a fixture
 HALF = torch.float16
@@ -53,6 +61,8 @@ def ran(device: EmulatedDevice) -> list[str]:
         (signed(256), "n256-signed"),
         (Rotation(256), "n256"),
         (signed(512, block=128), "n128-signed"),
+        (signed(224, normal(28, 28)), "n224-k28-real-signed"),
+        (Rotation(512, 1e-30 * torch.linalg.qr(normal(32, 32)).Q, block=256), "n256-k32-real"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -84,7 +94,10 @@ def test_one_kernel_does_all_of_it(rotation: Rotation, name: str, device: Emulat
 @pytest.mark.parametrize(
     ("rotation", "dtype", "names"),
     [
-        (signed(224, torch.linalg.qr(normal(28, 28)).Q), HALF, ["n8-float32-accurate"]),  # no −1, 0 and 1
+        (signed(112, normal(28, 28)), HALF, ["n4-float32-accurate"]),
+        (signed(224, normal(28, 28)), torch.float32, ["n8-float32-accurate"]),
+        (signed(1600, normal(200, 200)), HALF, ["n8-float32-accurate"]),
+        (signed(512, [normal(4, 4), normal(8, 8)]), HALF, ["n16-float32-accurate"]),
         (signed(224, "quarot"), torch.float32, ["n8-float32-accurate"]),
         (signed(688, "quarot"), HALF, ["n4-float32-accurate"]),  # 172 · 4 is above the largest order
         (signed(64, "regular"), HALF, ["n64-float16-accurate"]),
@@ -321,6 +334,8 @@ def test_functions_of_other_projects_take_these_kernels(device: EmulatedDevice) 
         (signed(768, k=12), "n768-k24-signed-float16-accurate"),  # the matrix and H of order 2
         (Rotation(64, -torch.eye(64) + torch.ones(64, 64).tril()), "n64-k64-float16-accurate"),
         (Rotation(512, signs=some_signs(512)), "n512-signed-float16-accurate"),
+        (signed(1280, normal(20, 20)), "n1280-k20-real-signed-float16-accurate"),
+        (Rotation(256, torch.diag(2.0 ** torch.linspace(0, -8, 32))), "n256-k32-real-float16-accurate"),
     ],
 )
 def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) -> None:
@@ -331,13 +346,26 @@ def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) 
     x = normal(5, problem.n, dtype=HALF)
     for transposed in (False, True):
         of = operands_of(rotation, x, 1.0)._replace(transposed=transposed)
-        halves = of.matrices.chunk(2) if of.matrices is not None else ()
+        size = packed_size(problem.order) * 4 // (2 if problem.transform.real else 8)
+        halves = of.matrices[: 2 * size].split(size) if of.matrices is not None else ()
         arrays = {each.data_ptr(): each.numpy() for each in (*halves, of.signs, of.signs_after) if each is not None}
-        operands: dict[str, Any] = {name: arrays.get(value, value) for name, value in addresses(of).items()}
+        operands: dict[str, Any] = {name: arrays.get(value, value) for name, value in addresses(of, HALF).items()}
         y = np.zeros(x.shape, np.uint16)
         module.run(source.entry, source.launch, x.numpy().view(np.uint16), y, scale=of.scale, operands=operands)
         m = rotation.matrix()
         assert same(torch.from_numpy(y.view(np.float16)), x.double() @ (m.T if transposed else m))
+
+
+@pytest.mark.parametrize("key", ["n640-k20-real-float16-accurate", "n640-k20-real-bfloat16-fast"])
+def test_a_real_matrix_lies_where_kernels_read_it(key: str) -> None:
+    problem = Problem.parse(key)
+    dtype = TORCH_DTYPE[problem.io.input]
+    r, x = Rotation(640, normal(20, 20)), normal(1, 640, dtype=dtype)
+    for transposed in (False, True):
+        of = operands_of(r, x, 1.0)._replace(transposed=transposed)
+        given = unpack_matrices(of.matrices, of.orders)[0].double()
+        found = torch.from_numpy(read_operands(problem, addresses(of, dtype))["matrix"])
+        assert torch.allclose(found, given.T if transposed else given, rtol=2.0**-16, atol=0)
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------

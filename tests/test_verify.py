@@ -211,6 +211,7 @@ WITH_OPERANDS = [
     Problem.of(7 << 6, DType.BFLOAT16, order=7),
     Problem.of(24, DType.BFLOAT16, order=24),
     Problem.of(256, DType.FLOAT32, signed=True),
+    Problem.of(28 << 6, DType.FLOAT16, order=28, real=True),
 ]
 
 
@@ -223,7 +224,7 @@ def stand_in_for(problem: Problem, fault: str = "") -> StandIn:
 def test_a_correct_kernel_with_a_matrix_or_signs_passes(problem: Problem) -> None:
     verdict = verify(stand_in_for(problem))
     assert (verdict.outcome, verdict.detail) == (Outcome.OK, "")
-    assert set(verdict.errors) == set(INPUT_CLASSES) - {"constant"}
+    assert set(verdict.errors) == set(INPUT_CLASSES) - {"constant", *["one-hot"] * problem.transform.real}
     assert verdict.errors["normal"] == pytest.approx(ONE_ROUNDING[problem.io.input], rel=0.05)
 
 

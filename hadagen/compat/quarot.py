@@ -216,7 +216,7 @@ def _operand(matrix: torch.Tensor, order: int, n: int) -> tuple[torch.Tensor, in
         wide = matrix.double()
         if ((wide == 0) | (wide.abs() == 1)).all():
             (taken,) = combined([wide.to(torch.int8)], n)
-            return cast(torch.Tensor, pack_matrices([taken])), len(taken)
+            return cast(torch.Tensor, pack_matrices([taken], n, matrix.device)), len(taken)
     return (matrix.to(torch.int16) if matrix.dtype == torch.uint8 else matrix).reshape(-1), order
 
 

@@ -85,6 +85,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "scale_form": plan.scale_form.value,
         "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
         "lifted": any(view.get("lifted") for view in views),
+        "lift": sum(view.get("lift", 0) for view in views),  # log2 of a factor of the operands, which the scale undoes
         "packed": plan.eights > 0 and any(carrier != FP32 for carrier in plan.carriers[plan.tile.held_from(plan) :]),
         "wide": FP32 in plan.carriers,
         "gathered": any(view.get("gathers") for view in views),

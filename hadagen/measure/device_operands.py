@@ -52,6 +52,8 @@ class Orthonormal(DeviceOperands):
         if MATRIX.is_taken(problem):
             matrix = orthogonal_matrix(problem.order)
             square = int(matrix[0].abs().sum())
+            if problem.transform.real:
+                matrix, square = matrix.double() * square**-0.5, 1
             operands["matrix"] = matrix.numpy()
         super().__init__(problem, operands, device)
         self.scale = float((square * problem.length) ** -0.5)

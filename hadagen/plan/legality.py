@@ -74,8 +74,9 @@ class Context:
         if min_blocks * threads > limits.threads_per_sm:
             return f"more than {limits.threads_per_sm} threads per SM (take fewer warps or a smaller min_blocks)"
         # The estimate of registers is high. Kernels with signs are made like others that were compiled, so the estimate
-        # does not limit their `min_blocks`.
-        blocks = 1 if self.problem.transform.signed else min_blocks
+        # does not limit their `min_blocks`, unless the others may have had a matrix in fewer registers.
+        of = self.problem.transform
+        blocks = 1 if of.signed and not of.real else min_blocks
         if needed.registers(wide=wide) > min(
             limits.registers_per_thread, limits.registers_per_sm // (threads * blocks)
         ):

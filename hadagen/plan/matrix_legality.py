@@ -39,7 +39,7 @@ MATRIX_RULES += [rule for rule in RULES if rule.last in ("stages", "ahead", "tri
 @MATRIX_RULES.rule("first")
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
-        return None
+        return "a real matrix comes first (first must be matrix)" if c.problem.transform.real else None
     if c.problem.prologue:
         return "a prologue computes what threads have loaded (first must be hadamard)"
     if "wgmma" not in c.arch.features:

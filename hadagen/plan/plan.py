@@ -79,9 +79,10 @@ def _digested(plan: Plan) -> str:
     """All fields of a plan under names that never change, whatever classes and fields are called."""
     transform, io = plan.problem.transform, plan.problem.io
     after = f", prologue={plan.problem.prologue!r}" if plan.problem.prologue else ""
+    real = ", real=True" if transform.real else ""
     return (
         f"Plan(problem=Problem(transform=Transform(n={transform.n}, order={transform.order}, "
-        f"signed={transform.signed}, swapped={transform.swapped}), io=Io(input={_member('DType', io.input)}, "
+        f"signed={transform.signed}, swapped={transform.swapped}{real}), io=Io(input={_member('DType', io.input)}, "
         f"output={_output(io)}, numerics={_member('Numerics', io.numerics)}, rows={_member('Rows', io.rows)}){after}), "
         f"chunk_bits={plan.chunk_bits}, warp_bits={plan.warp_bits}, cta_bits={plan.cta_bits}, "
         f"steps=({', '.join(map(str, plan.steps))}), persistent={plan.persistent}, min_blocks={plan.min_blocks}, "

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# Name of an operand → its values: "matrix", its entries [order, order]; "signs_before" and "signs_after", as the params
-# of these names; "tensor_scale", float32 with an element for each head, or one. A name without a value means no signs.
+# Name of an operand → its values: "matrix", its entries [order, order], float64 if real; "signs_before" and
+# "signs_after", as the params of these names; "tensor_scale", float32 with an element for each head, or one. A name
+# without a value means no signs.
 OperandValues = Mapping[str, "NDArray[Any]"]
 
 
@@ -38,23 +39,52 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     order up to a multiple of 16."""
     import torch
 
-    fill = -len(matrix) % 16
-    entries = torch.nn.functional.pad(matrix, (0, fill, 0, fill))
-    padded = (entries > 0).to(torch.uint8) * ENTRY_BYTES[1] + (entries < 0).to(torch.uint8) * ENTRY_BYTES[-1]
+    return _fragments((matrix > 0).to(torch.uint8) * ENTRY_BYTES[1] + (matrix < 0).to(torch.uint8) * ENTRY_BYTES[-1])
+
+
+def _fragments(entries: torch.Tensor) -> torch.Tensor:
+    """Entries [K, K] in the order of operands, [side²]."""
+    import torch
+
+    fill = -len(entries) % 16
+    padded = torch.nn.functional.pad(entries, (0, fill, 0, fill))
     count = len(padded) // 16
     # Row 16 i + 8 a + g and column 16 j + 8 b + 2 t + c → part (i, j), lane 4 g + t, word 2 b + a, half c.
     return padded.view(count, 2, 8, count, 2, 4, 2).permute(0, 3, 2, 5, 4, 1, 6).flatten()
 
 
+# A real matrix has `PIECES` such tables of 16-bit numbers of x's type, one behind the other: its entries rounded, and
+# what the rounding left, rounded. So an entry keeps 16 significant bits of bfloat16, and 22 of float16. Kernels for
+# float16 divide by the factor `1 << LIFT`, with which fewer numbers are subnormal. No entry overflows if the mean
+# square of the norms of up to `MAX_REAL_ORDER` rows is below 16.
+PIECES = 2
+LIFT = {DType.FLOAT16: 10, DType.BFLOAT16: 0}
+
+
+def pack_real(matrix: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """The bytes that a kernel for x of a 16-bit type takes for a matrix [K, K] of real numbers, uint8 [4 · side²] on
+    its device."""
+    import torch
+
+    left, pieces = matrix.double() * float(1 << LIFT[dtype]), []
+    for _ in range(PIECES):
+        pieces.append(left.to(getattr(torch, dtype.value)))
+        left = left - pieces[-1].double()
+    return torch.cat([_fragments(piece.view(torch.int16)) for piece in pieces]).view(torch.uint8)
+
+
 def _packed_matrix(problem: Problem, matrix: NDArray[Any]) -> NDArray[Any]:
     import torch
 
-    return pack_matrix(torch.from_numpy(matrix.copy())).numpy()
+    values = torch.from_numpy(matrix.copy())
+    return (pack_real(values, problem.io.input) if problem.transform.real else pack_matrix(values)).numpy()
 
 
 def _random_matrix(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
     """A matrix with few zeros. Its rows are no more orthogonal than random rows, and it is not symmetric, so that the
-    transposed matrix gives another result."""
+    transposed matrix gives another result. A real one has normal entries."""
+    if problem.transform.real:
+        return random.standard_normal((problem.order, problem.order))
     return random.choice((-1, 0, 1), (problem.order, problem.order), p=(0.48, 0.04, 0.48))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from math import log2
+from math import hypot, log2
 from typing import Any
 
 from hadagen.errors import UsageError, choice, shown
@@ -23,6 +23,8 @@ MAX_LOG2_N = 17
 MAX_ORDER = 428
 # The least order of H for which there are kernels with a matrix.
 LEAST_LENGTH = 8
+# The greatest orders of a matrix of real numbers and of H for which there may be kernels.
+MAX_REAL_ORDER, MAX_REAL_LENGTH = 192, 2048
 # The least elements of a group with one scale: those of a vector of 8-bit codes.
 LEAST_GROUP = 16
 # Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
@@ -78,6 +80,9 @@ HADACORE_ERROR = {
 ROUNDING_ERROR = {DType.FLOAT16: 2.08e-4, DType.BFLOAT16: 1.66e-3}
 # A "large" element is a standard normal one times this. It is near the maximum of the type; results stay finite.
 LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
+# Word in the name of a prologue → the error of its results that the function behind it causes. An error of 2^-11 may
+# round a value to the next bfloat16, 2^-8 away: one of eight, so that the error is the root of 2^-11 · 2^-8 or less.
+FUNCTION_ERRORS = {"fasttanh": 2.0**-9}
 # A factor on the bound of `fast`: kernels are verified with small samples, whose error may exceed HadaCore's by this.
 _SAMPLED = 1.03
 
@@ -86,20 +91,21 @@ _SAMPLED = 1.03
 class Transform:
     """Each row of n elements times diag(s) · (A ⊗ H)ᵀ · diag(t), times a scale.
 
-    H is the Walsh–Hadamard matrix of order `length` = n / order in natural order. A is a matrix with entries −1, 0
-    and 1 that a call gives, transposed or not; there is none if `order` is 1. s and t are vectors of ±1 that a call
-    may give if it is `signed`. If it is `swapped`, the two bits of each base-4 digit of an output's index are exchanged
-    before t: with signs, that is the regular Hadamard matrix. A row of n = 1 is not transformed, only multiplied by the
-    scale, and then quantized.
+    H is the Walsh–Hadamard matrix of order `length` = n / order in natural order. A is a matrix that a call gives,
+    transposed or not, with entries −1, 0 and 1, or `real` ones; there is none if `order` is 1. s and t are vectors of
+    ±1 that a call may give if it is `signed`. If it is `swapped`, the two bits of each base-4 digit of an output's
+    index are exchanged before t: with signs, that is the regular Hadamard matrix. A row of n = 1 is not transformed,
+    only multiplied by the scale, and then quantized.
 
     Raises `UsageError` unless `length` is a power of two, of four if `swapped`, n is up to 131072, and `order` is from
-    1 to 428, and 1 if `swapped`.
+    1 to 428, 1 if `swapped`, and more than 1 if `real`.
     """
 
     n: int
     order: int = 1
     signed: bool = False
     swapped: bool = False
+    real: bool = False
 
     def __post_init__(self) -> None:
         most = 1 << MAX_LOG2_N
@@ -107,7 +113,7 @@ class Transform:
             raise UsageError(
                 f"order = {shown(self.order)} is not supported; the order of a matrix is from 1 to {MAX_ORDER}"
             )
-        for name in ("signed", "swapped"):
+        for name in ("signed", "swapped", "real"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"{name} = {shown(value)} is not supported; give True or False")
         times = f"{self.order} times " if self.has_matrix else ""
@@ -119,6 +125,8 @@ class Transform:
             raise UsageError(
                 f"swapped bits of n = {self.n} are not supported; n must be a power of four, without a matrix"
             )
+        if self.real and not self.has_matrix:
+            raise UsageError("real = True is not supported without a matrix; give its order")
 
     @property
     def length(self) -> int:
@@ -187,11 +195,12 @@ class Io:
         return self.output if isinstance(self.output, Format) else None
 
 
-# Such as n4096-float16-fast-pitched, n14336-k28-signed-float16-fast or n128-bfloat16-to-fp8_group_128-accurate. A part
-# "to" with the output stands behind the input if the two differ, and a part "after" with a prologue before it.
+# Such as n4096-float16-fast-pitched, n14336-k28-signed-float16-fast, n4096-k64-real-float16-fast or
+# n128-bfloat16-to-fp8_group_128-accurate. A part "to" with the output stands behind the input if the two differ, and a
+# part "after" with a prologue before it.
 _KEY = re.compile(
-    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-swapped)?(-signed)?(?:-after-([a-z][a-z0-9_]*))?-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?"
-    r"-([a-z]+)(?:-([a-z]+))?"
+    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-real)?(-swapped)?(-signed)?(?:-after-([a-z][a-z0-9_]*))?-([a-z]+[0-9]+[a-z0-9_]*)"
+    r"(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?"
 )
 
 
@@ -236,6 +245,7 @@ class Problem:
         order: int = 1,
         signed: bool = False,
         swapped: bool = False,
+        real: bool = False,
         to: Format | str | None = None,
         columns: int | None = None,
         group: int | None = None,
@@ -251,7 +261,7 @@ class Problem:
             round_first mean what they mean there, and columns is the number of elements in a row of x, n by default.
         """
         output: Any = dtype if to is None else to
-        transform = Transform(n, order, signed, swapped)
+        transform = Transform(n, order, signed, swapped, real)
         is_key = isinstance(to, str) and to not in FORMATS and "_" in to
         if to is not None and not isinstance(to, Format) and not is_key:
             columns = n if columns is None else columns
@@ -277,7 +287,7 @@ class Problem:
         output = ("to", self.io.form.key) if self.io.form else ()
         rows = () if self.io.rows is Rows.CONTIGUOUS else (self.io.rows.value,)
         order = (f"k{self.order}",) if self.transform.has_matrix else ()
-        flags = tuple(name for name in ("swapped", "signed") if getattr(self.transform, name))
+        flags = tuple(name for name in ("real", "swapped", "signed") if getattr(self.transform, name))
         after = ("after", self.prologue) if self.prologue else ()
         return "-".join(
             (f"n{self.n}", *order, *flags, *after, self.io.input.value, *output, self.io.numerics.value, *rows)
@@ -313,8 +323,8 @@ class Problem:
     @property
     def parent(self) -> Problem | None:
         """The problem whose winners are the first guess for this one: the same with contiguous rows, without swapped
-        bits, without a format, without signs, or without a prologue. None if none of these applies, or if only
-        the format could be left out and n is 1."""
+        bits, without a format, without signs, with entries −1, 0 and 1, or without a prologue. None if none of these
+        applies, or if only the format could be left out and n is 1."""
         if self.prologue:
             return replace(self, prologue="")
         if self.io.rows is not Rows.CONTIGUOUS:
@@ -323,7 +333,10 @@ class Problem:
             return replace(self, transform=replace(self.transform, swapped=False))
         if self.io.form:
             return self.with_io(output=self.io.input) if self.n > 1 else None
-        return replace(self, transform=replace(self.transform, signed=False)) if self.transform.signed else None
+        for name in ("signed", "real"):
+            if getattr(self.transform, name):
+                return replace(self, transform=replace(self.transform, **{name: False}))
+        return None
 
     def with_io(self, **changes: Any) -> Problem:
         """The same transform with some fields of its `io` changed."""
@@ -357,9 +370,10 @@ class Problem:
     @property
     def error_bound(self) -> float:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
+        of_function = max((FUNCTION_ERRORS.get(word, 0.0) for word in self.prologue.split("_")), default=0.0)
         if self.keeps_16_bits and self.io.input is not DType.FLOAT32:
-            return CODES_BOUND
-        return self._usual_error * (_SAMPLED if self.may_round_often else 1.0)
+            return hypot(CODES_BOUND, of_function)
+        return hypot(self._usual_error * (_SAMPLED if self.may_round_often else 1.0), of_function)
 
     @property
     def roundings(self) -> float:
@@ -384,8 +398,8 @@ def _parsed(key: str) -> Problem | None:
     found = _KEY.fullmatch(key)
     if found is None:
         return None
-    n, order, swapped, signed, prologue, given, output, numerics, rows = found.groups()
-    transform = Transform(int(n), int(order or 1), bool(signed), bool(swapped))
+    n, order, real, swapped, signed, prologue, given, output, numerics, rows = found.groups()
+    transform = Transform(int(n), int(order or 1), bool(signed), bool(swapped), bool(real))
     io = Io(given, output or given, numerics, rows or Rows.CONTIGUOUS)  # type: ignore[arg-type]
     problem = Problem(transform, io, prologue or "")
     return problem if problem.key == key else None
@@ -412,6 +426,11 @@ def kernel_order(order: int, length: int) -> int:
             break
         order, length = 2 * order, length // 2
     return order
+
+
+def may_have_kernels(order: int, length: int) -> bool:
+    """Whether kernels may multiply by a real matrix of this order and an H of this length."""
+    return 1 < order <= MAX_REAL_ORDER and LEAST_LENGTH <= length <= MAX_REAL_LENGTH
 
 
 def check_tunable(problems: Iterable[Problem]) -> None:

@@ -145,10 +145,9 @@ _WORDS: dict[str, dict[Any, str]] = {
 # "eager": aten/src/ATen/native/cuda/ActivationSiluKernel.cu and ActivationGeluKernel.cu of PyTorch, then mul. "vllm":
 #     csrc/activation_kernels.cu, whose activation returns x's type. Both are compiled without fast math.
 # "sglang": act_and_mul_kernel in include/flashinfer/activation.cuh with the functors of flashinfer/jit/activation.py,
-#     whose __expf is explicit, and which flashinfer/jit/core.py compiles with -use_fast_math, so that "/" is
-#     __fdividef. sgl-kernel calls the same kernel with expf and "/", which -use_fast_math makes the same, in its library
-#     for GPUs before sm100; its library for sm100 is compiled without (sgl-kernel/CMakeLists.txt). Both have
-#     tanh.approx.f32 in GELU by tanh, which is too inexact for the error bounds of kernels.
+#     whose __expf and math::tanh are explicit, and which flashinfer/jit/core.py compiles with -use_fast_math, so that
+#     "/" is __fdividef. sgl-kernel calls the same kernel with expf, "/" and tanhf, which -use_fast_math makes the same,
+#     in its library for GPUs before sm100; its library for sm100 is compiled without (sgl-kernel/CMakeLists.txt).
 # "inductor": the decomposition of silu in torch/_inductor/decomposition.py of PyTorch 2.13, x / (1 + exp(−x)), with
 #     libdevice.exp; Triton's "/" is div.full.f32. Earlier releases, such as 2.8, have x · tl.sigmoid(x), where tl.exp
 #     is ex2.approx.f32 of a product: Arithmetic("product", "__expf", "div.full.f32", sigmoid=True).
@@ -156,7 +155,7 @@ ARITHMETIC = {
     "exact": Arithmetic(),
     "eager": Arithmetic("activation and product", "expf", "/"),
     "vllm": Arithmetic("activation and product", "expf", "/"),
-    "sglang": Arithmetic("product", "__expf", "__fdividef"),
+    "sglang": Arithmetic("product", "__expf", "__fdividef", tanh="tanh.approx.f32"),
     "inductor": Arithmetic("product", "expf", "div.full.f32"),
 }
 

@@ -88,7 +88,7 @@ def _problem_of_call(
             raise UsageError("no kernel computes this Rotation, so PyTorch does; best_config has nothing to say of it")
         if asked["to"] is not None and asked["columns"] is None:
             asked = {**asked, "columns": width}
-        parts = {"order": of.order, "signed": of.signed, "swapped": of.swapped}
+        parts = {"order": of.order, "signed": of.signed, "swapped": of.swapped, "real": of.real}
         return Problem.of(of.n, name, numerics, **parts, **asked), asked["columns"] or width
     n = as_whole(n, "n", "a whole number, at least 1, a Rotation or a problem")
     pads = asked["to"] is None and not said and not asked["prologue"]  # as hadamard_transform does
@@ -182,7 +182,7 @@ def best_config(
     else:
         problem = as_problem(n)
         problem = replace(problem, transform=replace(problem.transform, **said))
-    if "order" in said:
+    if "order" in said and not problem.transform.real:
         of_kernels = kernel_order(problem.order, problem.length)
         problem = replace(problem, transform=replace(problem.transform, order=of_kernels))
     target = find_device(device, arch)

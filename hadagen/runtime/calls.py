@@ -24,7 +24,7 @@ from hadagen.problem.problem import Problem, Rows
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime import kernels, streams, tables
 from hadagen.runtime.checks import check_writable
-from hadagen.runtime.rotate_arguments import RotateArguments, addresses, is_packed
+from hadagen.runtime.rotate_arguments import RotateArguments, addresses, is_packed, is_real
 
 ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
 _MOST_UNITS = 1 << 31  # of the result of a prologue with two parts, as `prologues.reciprocal` says
@@ -338,6 +338,7 @@ def rotation_problem(
         order=order,
         signed=of.signs is not None or of.signs_after is not None,
         swapped=of.swapped,
+        real=is_real(of.matrices, of.orders),
         to=to,
         prologue=prologue,
     )
@@ -377,5 +378,5 @@ def launch_of(
     """The launch of a kernel for tensors like x without gaps; None if there is no such kernel. sizes: more
     operands. changing: the names of operands that differ from call to call, as `LoadedKernel.prepared` takes them."""
     kind = kernels.Kind(x.get_device(), problem, in_place, of.batch_invariant)
-    operands = addresses(of) | (sizes or {})
+    operands = addresses(of, x.dtype) | (sizes or {})
     return kernels.prepared(kind, x.numel(), of.scale, RowShape(of.n, of.n, of.n), operands, changing)

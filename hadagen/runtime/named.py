@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import TensorError
 from hadagen.problem.matrices import find_matrix
-from hadagen.problem.problem import MAX_ORDER, kernel_order
+from hadagen.problem.problem import kernel_order
 from hadagen.runtime import sealed
 from hadagen.runtime.given import as_matrices, mean_square_of_rows, unpack_given
 from hadagen.runtime.operators import register
-from hadagen.runtime.rotate_arguments import TRAILER, combined, pack_matrices, pack_signs, packed_size, unpack_signs
+from hadagen.runtime.rotate_arguments import TRAILER, combined, pack_matrices, pack_signs, size_of_packed, unpack_signs
 
 REGULAR = "regular"
 
@@ -50,7 +50,7 @@ def named_on(name: str, orders: tuple[int, ...], n: int, device: str) -> torch.T
     with _disable_current_modes(), torch.inference_mode(False):  # whose tensors would outlive them here
         if name == REGULAR:
             return pack_signs(regular_diagonal(n)).to(device)
-        operand = pack_matrices(combined([matrix_of(name, order) for order in orders], n))
+        operand = pack_matrices(combined([matrix_of(name, order) for order in orders], n), n, torch.device(device))
         assert operand is not None
         return operand.to(device)
 
@@ -68,8 +68,10 @@ def _fake_named(name: str, orders: Sequence[int], n: int, device: str) -> torch.
 def _empty(entries: torch.dtype, orders: Sequence[int], n: int, device: torch.device) -> torch.Tensor:
     """The operand of matrices with such entries, without values."""
     order = prod(orders)
-    if entries == torch.int8 and 1 < order <= MAX_ORDER:
-        return torch.empty(packed_size(kernel_order(order, n // order)), dtype=torch.uint8, device=device)
+    if entries == torch.int8:
+        order = kernel_order(order, n // order)
+    if (entries == torch.int8 or len(orders) == 1) and (size := size_of_packed(entries, order, n, device)):
+        return torch.empty(size, dtype=torch.uint8, device=device)
     return torch.empty(sum(order**2 for order in orders), dtype=_held_by(device, entries), device=device)
 
 
@@ -149,7 +151,7 @@ def stored_on(
             parts = [parts[0] * signs_in]
         if signs_out is not None:
             parts = [signs_out[:, None] * parts[0]]
-        operand = pack_matrices(parts)
+        operand = pack_matrices(parts, n, device)
         assert operand is not None
         operand = operand.to(device, _held_by(device, operand.dtype))
     if len(_stored) >= 256:

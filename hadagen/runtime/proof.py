@@ -17,7 +17,7 @@ from hadagen.problem.prologues import prologue_of
 from hadagen.problem.regimes import destinations
 from hadagen.runtime import plain_transform
 from hadagen.runtime.plain_rotation import rotate_into
-from hadagen.runtime.rotate_arguments import RotateArguments, addresses, pack_matrix
+from hadagen.runtime.rotate_arguments import RotateArguments, addresses, pack_matrix, pack_real
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE, relative_error, sample_scale
 
@@ -74,12 +74,13 @@ def _case(
     given = {name: torch.from_numpy(each.copy()).to(device) for name, each in values.items()}
     matrix, orders = None, [1]
     if "matrix" in given:
-        matrix, orders = pack_matrix(given["matrix"].to(torch.int8)), [problem.order]
+        given_matrix, orders = given["matrix"], [problem.order]
+        matrix = pack_real(given_matrix) if problem.transform.real else pack_matrix(given_matrix.to(torch.int8))
     n = problem.n if problem.io.form else columns  # a row of codes has several units, others may be cut short
     signs = given.get("signs_before"), given.get("signs_after")
     of = RotateArguments(matrix, orders, *signs, n, problem.transform.swapped, transposed, problem.n**-0.5, "accurate")
     wide, written = parts.to(exact, copy=True), {}
-    operands, memory = addresses(of), list[torch.Tensor]()
+    operands, memory = addresses(of, dtype), list[torch.Tensor]()
     if prologue:
         read = {name: given[name].to(exact) for name in prologue.read}
         made = prologue.results(wide.view(*shape[:-2], -1, n), read, dtype)

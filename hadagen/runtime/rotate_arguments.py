@@ -11,8 +11,8 @@ import torch
 
 from hadagen.errors import TensorError
 from hadagen.problem import operands
-from hadagen.problem.operands import ENTRY_BYTES
-from hadagen.problem.problem import MAX_ORDER, kernel_order
+from hadagen.problem.operands import ENTRY_BYTES, PIECES
+from hadagen.problem.problem import MAX_ORDER, DType, kernel_order, may_have_kernels
 from hadagen.runtime.checks import check_alike, check_call, check_same_device, plain
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
@@ -26,7 +26,7 @@ class RotateArguments(NamedTuple):
     with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out:
 
     matrices: the entries of A1, A2, …, row by row, one matrix behind the other: [ΣK²] of any real type but uint8; None
-        for none. Or one matrix with entries −1, 0 and 1, as kernels take it: uint8, what `pack_matrix` gives. (Not a
+        for none. Or one matrix as kernels take it: uint8, what `pack_matrix` or `pack_real` gives. (Not a
         list of tensors, for which autograd's `is_grads_batched` has no rule.)
     orders: K of each matrix, or [1] without matrices, as AOTInductor cannot pass an empty list. n is the product of all
         K times a power of two, the order of H.
@@ -67,8 +67,10 @@ def check(x: torch.Tensor, of: RotateArguments) -> None:
     if of.n < 1 or x.shape[-1] % of.n:
         raise TensorError(f"the last dimension of x is {x.shape[-1]}; it must be a multiple of {of.n}")
     size = sum(order**2 for order in of.orders)
-    if is_packed(of.matrices) and len(of.orders) == 1:
+    if of.matrices is not None and is_packed(of.matrices) and len(of.orders) == 1:
         size = packed_size(of.orders[0])
+        if is_real(of.matrices, of.orders):
+            size = of.matrices.numel()
     if of.matrices is None:
         if prod(of.orders) != 1:  # exported by earlier versions, it may be empty
             raise TensorError(f"matrices is None but the orders are {list(of.orders)}; pass their {size} entries")
@@ -103,34 +105,49 @@ def _check_place(x: torch.Tensor, operand: torch.Tensor, name: str) -> None:
 
 
 def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.Tensor]:
-    """The matrices, each [K, K]; int8 where they were packed."""
+    """The matrices, each [K, K]; int8 where they were packed with entries −1, 0 and 1."""
     if matrices is None:
         return []
+    if is_real(matrices, orders):
+        matrices = matrices[_pieces_size(orders[0]) :].view(_REAL[_real_sizes(orders[0]).index(len(matrices))])
     if is_packed(matrices):
         (order,) = orders
-        count = _side(order) // _PART
-        parts = matrices[: len(matrices) // 2].view(count, count, 8, 4, 2, 2, 2)
-        # Part (i, j), lane 4 g + t, word 2 b + a, half c → row 16 i + 8 a + g, column 16 j + 8 b + 2 t + c
-        padded = parts.permute(0, 5, 2, 1, 4, 3, 6).reshape(count * _PART, count * _PART)
-        entries = (padded == ENTRY_BYTES[1]).to(torch.int8) - (padded == ENTRY_BYTES[-1]).to(torch.int8)
-        return [entries[:order, :order]]
+        entries = in_rows(matrices[: len(matrices) // 2], order)
+        return [(entries == ENTRY_BYTES[1]).to(torch.int8) - (entries == ENTRY_BYTES[-1]).to(torch.int8)]
     parts = matrices.split([order**2 for order in orders])  # type: ignore[no-untyped-call]
     return [part.view(order, order) for part, order in zip(parts, orders, strict=True)]
 
 
-def addresses(of: RotateArguments) -> dict[str, int]:
-    """The addresses of the operands, as `LaunchSpec.arguments` takes them. The tensors must stay where they are until
-    the kernel has run."""
+def in_rows(packed: torch.Tensor, order: int) -> torch.Tensor:
+    """Entries [order, order], of [side²] in the order of operands."""
+    count = _side(order) // _PART
+    parts = packed.view(count, count, 8, 4, 2, 2, 2)
+    # Part (i, j), lane 4 g + t, word 2 b + a, half c → row 16 i + 8 a + g, column 16 j + 8 b + 2 t + c
+    return parts.permute(0, 5, 2, 1, 4, 3, 6).reshape(count * _PART, count * _PART)[:order, :order]
+
+
+def addresses(of: RotateArguments, dtype: torch.dtype) -> dict[str, int]:
+    """The addresses of the operands for x of this type, as `LaunchSpec.arguments` takes them. The tensors must stay
+    where they are until the kernel has run."""
     signs_in, signs_out = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
     matrix = None
     if of.matrices is not None:
-        matrix = of.matrices[len(of.matrices) // 2 :] if of.transposed else of.matrices
+        first, size = 0, len(of.matrices) // 2
+        if is_real(of.matrices, of.orders):
+            size = _pieces_size(of.orders[0]) // 4
+            first = 2 * size * (dtype == torch.bfloat16)
+        matrix = of.matrices[first + size * of.transposed :]
     tensors = {"matrix": matrix, "signs_before": signs_in, "signs_after": signs_out}
     return {name: 0 if each is None else each.data_ptr() for name, each in tensors.items()}
 
 
 def is_packed(matrices: torch.Tensor | None) -> bool:
     return matrices is not None and matrices.dtype == torch.uint8
+
+
+def is_real(matrices: torch.Tensor | None, orders: Sequence[int]) -> bool:
+    """Whether it is one real matrix as kernels take it."""
+    return matrices is not None and is_packed(matrices) and len(orders) == 1 and len(matrices) in _real_sizes(orders[0])
 
 
 def _side(order: int) -> int:
@@ -143,10 +160,35 @@ def packed_size(order: int) -> int:
     return 2 * _side(order) ** 2
 
 
-def pack_matrices(matrices: list[torch.Tensor]) -> torch.Tensor | None:
-    """The operand for matrices [K, K], on their device: packed if it is one of int8, whose entries are −1, 0 and 1."""
-    if len(matrices) == 1 and matrices[0].dtype == torch.int8 and 1 < len(matrices[0]) <= MAX_ORDER:
-        return pack_matrix(matrices[0])
+# The types of the entries of a real matrix that was packed.
+_REAL = torch.float32, torch.float64
+
+
+def _pieces_size(order: int) -> int:
+    """Bytes of the pieces of a real matrix, for both types of x, as it is and transposed."""
+    return 8 * PIECES * _side(order) ** 2
+
+
+def _real_sizes(order: int) -> list[int]:
+    """Elements of a packed real matrix, for each type of its entries."""
+    return [_pieces_size(order) + order**2 * dtype.itemsize for dtype in _REAL]
+
+
+def size_of_packed(entries: torch.dtype, order: int, n: int, device: torch.device) -> int | None:
+    """Elements of the operand of one matrix with entries of a type, for rows of n on a device; None if it is not
+    packed. A real matrix is packed where there may be kernels, but not on a device without float64."""
+    if entries == torch.int8:
+        return packed_size(order) if 1 < order <= MAX_ORDER else None
+    if entries not in _REAL or device.type == "mps" or not may_have_kernels(order, n // order):
+        return None
+    return _real_sizes(order)[_REAL.index(entries)]
+
+
+def pack_matrices(matrices: list[torch.Tensor], n: int, device: torch.device) -> torch.Tensor | None:
+    """The operand for matrices [K, K], on their device, for rows of n on another device; one matrix is packed if
+    `size_of_packed` says so."""
+    if len(matrices) == 1 and size_of_packed(matrices[0].dtype, len(matrices[0]), n, device):
+        return (pack_matrix if matrices[0].dtype == torch.int8 else pack_real)(matrices[0])
     return torch.cat([each.flatten() for each in matrices]) if matrices else None
 
 
@@ -154,6 +196,14 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     """The operand for a matrix of −1, 0 and 1, uint8 [2 · side²]: what `hadagen.problem.operands.pack_matrix` makes of
     it, and of the matrix transposed."""
     return torch.cat((operands.pack_matrix(matrix), operands.pack_matrix(matrix.T)))
+
+
+def pack_real(matrix: torch.Tensor) -> torch.Tensor:
+    """The operand for a matrix of float32 or float64: what `hadagen.problem.operands.pack_real` makes of it, and of the
+    matrix transposed, for float16 and then for bfloat16; and then the bytes of its entries, for PyTorch."""
+    ways = [(each, dtype) for dtype in (DType.FLOAT16, DType.BFLOAT16) for each in (matrix, matrix.T)]
+    pieces = [operands.pack_real(each, dtype) for each, dtype in ways]
+    return torch.cat([*pieces, matrix.flatten().view(torch.uint8)])
 
 
 def pack_signs(signs: torch.Tensor) -> torch.Tensor:

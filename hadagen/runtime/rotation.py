@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.problem.matrices import find_matrix, find_orders
-from hadagen.problem.problem import Transform
+from hadagen.problem.problem import Transform, may_have_kernels
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
@@ -401,10 +401,12 @@ class Rotation(SealedModule):
     def transform(self) -> Transform | None:
         """The transform that a kernel computes for each block; None if PyTorch computes the rotation."""
         try:
-            of = Transform(self.block, math.prod(self._orders), self._signed and not self._all_of_h, self._swapped)
+            real = any(each.dtype != torch.int8 for each in self._given)
+            flags = self._signed and not self._all_of_h, self._swapped, real
+            of = Transform(self.block, math.prod(self._orders), *flags)
         except UsageError:  # too long, or of too large a matrix
             return None
-        return of if len(self._orders) <= 1 and all(each.dtype == torch.int8 for each in self._given) else None
+        return of if len(self._orders) <= 1 and (not of.real or may_have_kernels(of.order, of.length)) else None
 
     @property
     def signs(self) -> torch.Tensor | None:

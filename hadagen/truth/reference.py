@@ -75,7 +75,8 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
       if rows · n is `NORMAL_ELEMENTS` or more.
     - `constant`: all elements of a row are one signed power of two, so the result is one element and exact zeros. Not
       with a matrix or signs, which make few values of it, whose rounding does not average out.
-    - `one-hot`: one ±1 in each row, at the first position in row 0, at the last in row 1, then anywhere.
+    - `one-hot`: one ±1 in each row, at the first position in row 0, at the last in row 1, then anywhere. Not with
+      a real matrix, for the same reason.
     - `uneven`: normal, with every run of `UNEVEN_RUN` elements times a power of two; the largest in each row is 1.
     - `large`: normal times `LARGE`.
     """
@@ -102,11 +103,13 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
         random.standard_normal(shape) * runs,
         large,
     )
-    dtype, plain = problem.io.input, not (problem.transform.has_matrix or problem.transform.signed)
+    dtype, of = problem.io.input, problem.transform
+    left_out = {"constant"} if of.has_matrix or of.signed else set()
+    left_out |= {"one-hot"} if of.real else set()
     return {
         name: decode(dtype, encode(dtype, reals))
         for name, reals in zip(INPUT_CLASSES, values, strict=True)
-        if plain or name != "constant"
+        if name not in left_out
     }
 
 

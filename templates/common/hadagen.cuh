@@ -42,6 +42,11 @@ HADAGEN_INLINE Operand load_operand(const byte* entries) {
     const u32 first = u32(bytes), second = u32(bytes >> 32);
     return {{spread_bytes<0>(first), spread_bytes<2>(first), spread_bytes<0>(second), spread_bytes<2>(second)}};
 }
+// The same with whole 16-bit numbers.
+HADAGEN_INLINE Operand load_numbers(const byte* numbers) {
+    const u64 first = load_constant8(numbers), second = load_constant8(numbers + 8);
+    return {{u32(first), u32(first >> 32), u32(second), u32(second >> 32)}};
+}
 // The same with entries of −1, 0 and 1. Such bytes stand for them in float16, and for 2^-7 times them in bfloat16.
 template <class T> HADAGEN_INLINE Operand load_entries(const byte* entries);
 template <> HADAGEN_INLINE Operand load_entries<float16>(const byte* entries) {
@@ -55,8 +60,9 @@ template <> HADAGEN_INLINE Operand load_entries<bfloat16>(const byte* entries) {
 }
 
 // The operand at row `row` and column `column` of A ⊗ H, H of order 2^fold, with the signs of −1 and entries as `load_operand`
-// gives them; zeros in rows from `order` on. A has `operands` times 16 rows, as the bytes of its operands lie in memory.
-template <u32 fold, u32 operands> HADAGEN_INLINE Operand load_folded(const void* matrix, u32 row, u32 column, u32 order) {
+// gives them, or as `load_numbers` does if they have two bytes; zeros in rows from `order` on. A has `operands` times 16 rows,
+// as the bytes of its operands lie in memory.
+template <u32 fold, u32 operands, u32 bytes = 1> HADAGEN_INLINE Operand load_folded(const void* matrix, u32 row, u32 column, u32 order) {
     const u32 lane = thread_index() & 31u, inner = (1u << fold) - 1;
     Operand a;
 #pragma unroll
@@ -64,8 +70,10 @@ template <u32 fold, u32 operands> HADAGEN_INLINE Operand load_folded(const void*
         const u32 r = row + lane / 4u + 8u * (w % 2), c = column + lane % 4u * 2u + 8u * (w / 2);
         const u32 i = r >> fold, j = c >> fold;
         const u32 at = 256u * (i / 16u * operands + j / 16u) + 8u * (i % 8u * 4u + j % 8u / 2u) + i % 16u / 8u * 2u + j % 16u / 8u * 4u + j % 2u;
-        const u32 entry = load_byte_if(static_cast<const byte*>(matrix) + at, r < order);
-        a.word[w] = entry * 0x01000100u ^ parity(r & c & inner) << 15 ^ parity(r & (c + 1u) & inner) << 31;
+        const byte* const first = static_cast<const byte*>(matrix) + bytes * at;
+        u32 entry = load_byte_if(first, r < order);
+        if (bytes == 2) entry |= load_byte_if(first + 1, r < order) << 8;
+        a.word[w] = entry * (bytes == 2 ? 0x00010001u : 0x01000100u) ^ parity(r & c & inner) << 15 ^ parity(r & (c + 1u) & inner) << 31;
     }
     return a;
 }

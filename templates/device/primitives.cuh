@@ -582,12 +582,14 @@ HADAGEN_WGMMAS(bfloat16, "bf16")
 
 // Starts d = A · X, for four warps that each have 16 rows of A. A thread gets rows lane / 4 and lane / 4 + 8 of its warp, those behind
 // these; of each, columns 2 (lane % 4) and the next of every eight. X: boxes of 64 columns and `16 steps` rows of 128 bytes.
-template <class T, int count, u32 steps>
-HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[steps], const byte* boxes) {
+// A is the sum of `pieces` matrices, whose operands come one behind the other.
+template <class T, u32 pieces = 1, int count, u32 operands>
+HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[operands], const byte* boxes) {
+    constexpr u32 steps = operands / pieces;
     const Boxes all = boxes_of(boxes, 16 * steps);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (u32 k = 0; k < steps; ++k) wgmma<T>(d, a[k], all, 128 * k, k == 0);
+    for (u32 k = 0; k < operands; ++k) wgmma<T>(d, a[k], all, 128 * (k % steps), k == 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Waits until d is there, and the boxes may be written again.

@@ -315,9 +315,10 @@ void multiply_boxes(Thread* lanes) {
     std::vector<double> a(16 * depth), sums(16 * columns);
     for (u32 lane = 0; lane < warp_lanes; ++lane) {
         const Product& mine = lanes[lane].products.back();
-        for (u32 i = 0; i < 8 * mine.steps; ++i) {
-            const u32 word = i / 2, row = lane / 4 + 8 * (word % 2), column = 16 * (word / 4) + 2 * (lane % 4) + i % 2 + 8 * (word / 2 % 2);
-            a[row * depth + column] = mine.decode(u16(mine.words[word] >> 16 * (i % 2)));
+        for (u32 i = 0; i < 8 * mine.steps * mine.pieces; ++i) {
+            const u32 word = i / 2, step = word / 4 % mine.steps;
+            const u32 row = lane / 4 + 8 * (word % 2), column = 16 * step + 2 * (lane % 4) + i % 2 + 8 * (word / 2 % 2);
+            a[row * depth + column] += mine.decode(u16(mine.words[word] >> 16 * (i % 2)));
         }
     }
     for (u32 k = 0; k < depth; ++k)

@@ -68,8 +68,9 @@ void barrier_wait(const u64* barrier, u32 parity, bool remote);
 struct Product {
     float* sums;
     u32 count;
-    const u32* words;  // four for each step
+    const u32* words;  // four for each step and piece
     u32 steps;
+    u32 pieces;  // whose sum is the left operand
     const byte* boxes;
     float (*decode)(u16);
 };

@@ -328,10 +328,10 @@ HADAGEN_INLINE byte* boxes_in(byte* shared) { return shared + 1024 - (reinterpre
 
 // Starts d = A · X, for four warps that each have 16 rows of A. A thread gets rows lane / 4 and lane / 4 + 8 of its warp, those
 // behind these; of each, columns 2 (lane % 4) and the next of every eight. X: boxes of 64 columns and `16 steps` rows of 128
-// bytes, whose vectors are swizzled.
-template <class T, int count, u32 steps>
-HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[steps], const byte* boxes) {
-    machine::begin_product({d, u32(count), a[0].word, steps, boxes, [](u16 bits) { return decode<T>(bits); }});
+// bytes, whose vectors are swizzled. A is the sum of `pieces` matrices, whose operands come one behind the other.
+template <class T, u32 pieces = 1, int count, u32 operands>
+HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[operands], const byte* boxes) {
+    machine::begin_product({d, u32(count), a[0].word, operands / pieces, pieces, boxes, [](u16 bits) { return decode<T>(bits); }});
 }
 // Waits until d is there, and the boxes may be written again.
 template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) { machine::end_product(d); }

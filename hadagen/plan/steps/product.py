@@ -42,8 +42,8 @@ from hadagen.plan.steps.base import (
 )
 from hadagen.plan.steps.matrix import OPERAND_SIDE, VECTOR, of_vector
 from hadagen.plan.steps.memory import Load
-from hadagen.problem.operands import MATRIX, SIGNS
-from hadagen.problem.problem import DType
+from hadagen.problem.operands import LIFT, MATRIX, PIECES, SIGNS
+from hadagen.problem.problem import DType, Numerics
 
 if TYPE_CHECKING:
     from hadagen.plan.steps.values import TileValues
@@ -89,9 +89,11 @@ class LoadBoxes(Load):
 class Product(Step, Tile):
     """A times what `LoadBoxes` left in shared memory, by wgmma. The sums stay in fp32.
 
-    The matrix takes in the H of the upper `fold` bits of a column: A ⊗ H, times a matrix of 2^fold times as many,
-    shorter rows. Four warps multiply by 64 rows of it; the number of a row is in three lane bits, a register bit and
-    the warp. The lowest bit of a column is at `pair`, the next two are in lanes, and the others in registers.
+    The entries of a real matrix come in two pieces of 16 bits, both of which are multiplied; in `fast`, the first piece
+    of more than 64 rows alone. The matrix takes in the H of the upper `fold` bits of a column: A ⊗ H, times a matrix of
+    2^fold times as many, shorter rows. Four warps multiply by 64 rows of it; the number of a row is in three lane bits,
+    a register bit and the warp. The lowest bit of a column is at `pair`, the next two are in lanes, and the others in
+    registers.
     """
 
     name = "Product"
@@ -126,6 +128,12 @@ class Product(Step, Tile):
     def operands_in_slab(self, plan: Draft) -> int:
         """Operands of 16 columns of the matrix."""
         return -(-self.order(plan) // OPERAND_SIDE)
+
+    def pieces(self, plan: Draft) -> int:
+        """Tables of numbers whose sum it multiplies by."""
+        # By few rows, warps multiply twice in the time in which they would otherwise wait for memory.
+        rounds = plan.problem.io.numerics is Numerics.FAST and plan.problem.order > PRODUCT_ROWS
+        return PIECES if plan.problem.transform.real and not rounds else 1
 
     def axes(self, before: Placement) -> tuple[Axis, ...]:
         columns = sorted((place for place in before.axes if place.kind == "column"), key=lambda place: place.index)
@@ -169,7 +177,7 @@ class Product(Step, Tile):
         return Product.name, self.fold
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        steps = self.operands_in_slab(plan)
+        steps = self.pieces(plan) * self.operands_in_slab(plan)
         # In mma.m16n8k16, of which the tensor cores carry out one and a half in the time that the model counts for one.
         mma = steps * self.columns(plan) / 8 / 1.5
         waits = {"shared": 2, "block sync": 1} | ({} if self.ahead else {"mma": steps})
@@ -179,15 +187,17 @@ class Product(Step, Tile):
         return "matrix of the transform" + (f", which takes in bits {bits}" if bits else "")
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        real, dtype = plan.problem.transform.real, plan.problem.io.input
         # A power of two of the scale goes to the matrix, so that sums stay in the range of fp32.
-        power = (
-            {"factor": 1, "power": (plan.problem.n - 1).bit_length()} if plan.problem.io.input is DType.BFLOAT16 else {}
-        )
+        power = {"factor": 1, "power": (plan.problem.n - 1).bit_length()} if dtype is DType.BFLOAT16 else {}
+        lift = {"lift": LIFT[dtype]} if real else {}
         return {
             "fold": self.fold,
             "order": self.order(plan),
             "length": self.length(plan),
             "steps": self.operands_in_slab(plan),
+            "real": real,
+            "pieces": self.pieces(plan),
             "padded": self._padded(plan),
             "box_bytes": _BOX_ROW_BYTES * self._padded(plan),
             "boxes": self.columns(plan) // BOX_COLUMNS,
@@ -198,6 +208,7 @@ class Product(Step, Tile):
             "ahead": self.ahead,
             "takers": plan.warps // WARPS,
             **power,
+            **lift,
         }
 
     def _padded(self, plan: Draft) -> int:
@@ -231,8 +242,10 @@ class Product(Step, Tile):
         return self.columns(plan) // BOX_COLUMNS * _BOX_ROW_BYTES * self._padded(plan)
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
+        of = plan.problem.transform
+        signs = self.vectors(plan) + self.eights(plan) if of.real and of.signed else 0
         sums = self.columns(plan) // 2 << self.ahead
-        return sums + 4 * self.operands_in_slab(plan) + _MORE_REGISTERS
+        return sums + 4 * self.pieces(plan) * self.operands_in_slab(plan) + signs + _MORE_REGISTERS
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
         length = self.length(plan)
