@@ -22,6 +22,7 @@ from hadagen.owners import make_folder
 from hadagen.problem.formats import FORMATS, Format
 from hadagen.problem.matrices import find_orders
 from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
+from hadagen.problem.prologues import name_of
 from hadagen.problem.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
 from hadagen.problem.trial import Environment
 from hadagen.report.names import short_count
@@ -39,7 +40,7 @@ Command = Callable[..., None]
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 # The parts of a key that leave out an order, or name a format as a caller does.
 _KEY = re.compile(
-    "(n([0-9]{1,9}))(-k[0-9]{1,9})?((?:-real)?(?:-swapped)?(?:-signed)?)(-[a-z]+[0-9]+)(?:-to-(.+?))?(-[a-z]+(?:-contiguous|-pitched)?)"
+    "(n([0-9]{1,9}))(-k[0-9]{1,9})?((?:-real)?(?:-swapped)?(?:-signed)?(?:-after-[a-z0-9_]+)?)(-[a-z]+[0-9]+)(?:-to-(.+?))?(-[a-z]+(?:-contiguous|-pitched)?)"
 )
 _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no number
 
@@ -159,7 +160,16 @@ def _check_key_is_alone() -> None:
 
 
 FORMAT_OPTIONS = "columns", "group", "rule", "layout", "round_first"
-_PARTS = "kinds", "n", "k", "dtype", "numerics", "pitched", "signed", "to", *FORMAT_OPTIONS  # which a key names
+_PARTS = "kinds", "n", "k", "dtype", "numerics", "pitched", "signed", "before", "to", *FORMAT_OPTIONS  # of a key
+
+
+before = click.option(
+    "--before",
+    default="",
+    metavar="NAME",
+    callback=lambda context, parameter, name: name_of(name),
+    help="What runs before the rotation, such as silu_mul. docs/prologues.md explains it.",
+)
 
 
 def formats(*, several: bool) -> Callable[[Command], Command]:
@@ -207,8 +217,8 @@ def parse_problem(key: str) -> Problem:
 
 
 def problem(command: Command) -> Command:
-    """`--problem`, or `--n --k --dtype --numerics --pitched --signed` and the options of `formats`, which the command
-    receives as one `Problem`."""
+    """`--problem`, or `--n --k --dtype --numerics --pitched --signed --before` and the options of `formats`, which the
+    command receives as one `Problem`."""
 
     @click.option("--problem", "key", metavar="KEY", help=f"The problem {KEY}.")
     @click.option("--n", type=int, help=f"Row length, from 2 to {1 << MAX_LOG2_N}: K times a power of two.")
@@ -217,6 +227,7 @@ def problem(command: Command) -> Command:
     @click.option("--numerics", default=Numerics.ACCURATE.value, show_default=True, help=NUMERICS)
     @click.option("--pitched", is_flag=True, help=f"{PITCHED}.")
     @click.option("--signed", is_flag=True, help="With signs, as in hadagen.Rotation(n, signs=...).")
+    @before
     @formats(several=False)
     @functools.wraps(command)
     def with_problem(
@@ -228,16 +239,17 @@ def problem(command: Command) -> Command:
         numerics: str,
         pitched: bool,
         signed: bool,
+        before: str,
         to: str | None,
         **others: Any,
     ) -> None:
-        form = {"to": to, **{name: others.pop(name) for name in FORMAT_OPTIONS}}
+        form = {"to": to, "prologue": before, **{name: others.pop(name) for name in FORMAT_OPTIONS}}
         if key is not None:
             _check_key_is_alone()
             command(problem=parse_problem(key), **others)
         elif n is not None:
             of, rows = parse_transform(n, k), Rows.PITCHED if pitched else Rows.CONTIGUOUS
-            _check_rows(of, rows)
+            _check_rows(of, rows, before)
             command(problem=Problem.of(of.n, dtype, numerics, rows, order=of.order, signed=signed, **form), **others)
         else:
             raise UsageError("no problem is named; give --n, or --problem with a key such as n4096-float16-fast")
@@ -286,6 +298,7 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False, shipped: bool = 
             default=False if one_kind else None,
             help=f"{PITCHED}; or only dense rows of n.  [default: {'contiguous' if one_kind else 'both'}]",
         )
+        @before
         @formats(several=True)
         @functools.wraps(command)
         def with_problems(
@@ -296,10 +309,11 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False, shipped: bool = 
             dtype: Sequence[str],
             numerics: Sequence[str],
             pitched: bool | None,
+            before: str,
             to: Sequence[str],
             **others: Any,
         ) -> None:
-            form = {name: others.pop(name) for name in FORMAT_OPTIONS}
+            form = {"prologue": before, **{name: others.pop(name) for name in FORMAT_OPTIONS}}
             kinds = others.pop("kinds", ()) or KINDS
             if keys:
                 _check_key_is_alone()
@@ -317,10 +331,12 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False, shipped: bool = 
             if not shipped:
                 command(problems=list(dict.fromkeys(map(parse_problem, keys) if keys else told)), **others)
                 return
-            list(_product([Transform(2)], dtype, numerics, pitched, None, {"to": None}))  # checks the values
-            by_size = bool(given & {"n", "k", "to", *FORMAT_OPTIONS})
+            list(
+                _product([Transform(2)], dtype, numerics, pitched, None, {"to": None, "prologue": ""})
+            )  # checks values
+            by_size = bool(given & {"n", "k", "before", "to", *FORMAT_OPTIONS})
             sizes = parse_sizes(n, k) if by_size else ()
-            only_named = bool(keys or given & {"to", *FORMAT_OPTIONS})
+            only_named = bool(keys or given & {"before", "to", *FORMAT_OPTIONS})
 
             def fits(problem: Problem) -> bool:
                 io = problem.io
@@ -365,20 +381,23 @@ def _product(
     source_of_dtypes: ParameterSource | None,
     form: Mapping[str, Any],
 ) -> Iterator[Problem]:
-    """All problems of these values. Kernels with a matrix take contiguous rows of 16-bit types, and kernels that
-    quantize take contiguous rows. Other problems of these kinds are included only if an option asks for them. form:
-    `to` and the other options of a format. Raises `UsageError`."""
+    """All problems of these values. Kernels with a matrix take contiguous rows of 16-bit types, and kernels with a
+    prologue or a format take contiguous rows. Other problems of these kinds are included only if an option asks for
+    them. form: `to`, the other options of a format, and `prologue`. Raises `UsageError`."""
     asked = {None: tuple(Rows), False: (Rows.CONTIGUOUS,), True: (Rows.PITCHED,)}[pitched]
     for of, dtype, kind, rows in product(transforms, dtypes, numerics, asked):
         by_default = (dtype == DType.FLOAT32.value and source_of_dtypes is ParameterSource.DEFAULT) or (
             rows is Rows.PITCHED and pitched is None
         )
-        if not by_default or (not of.has_matrix and (form["to"] is None or rows is Rows.CONTIGUOUS)):
-            _check_rows(of, rows)
+        takes_pitched = form["to"] is None and not form["prologue"]
+        if not by_default or (not of.has_matrix and (takes_pitched or rows is Rows.CONTIGUOUS)):
+            _check_rows(of, rows, form["prologue"])
             yield Problem.of(of.n, dtype, kind, rows, order=of.order, **form)
 
 
-def _check_rows(transform: Transform, rows: Rows) -> None:
+def _check_rows(transform: Transform, rows: Rows, prologue: str) -> None:
+    if prologue and rows is Rows.PITCHED:
+        raise UsageError(f"there are no kernels for pitched rows with --before {prologue}; leave out --pitched")
     if transform.has_matrix and rows is Rows.PITCHED:
         raise UsageError(
             f"n = {transform.n} takes a matrix of order {transform.order}, and there are no kernels for pitched rows "

@@ -13,6 +13,7 @@ from typing import Any
 MODULES = (
     "hadagen",
     "hadagen.presets",
+    "hadagen.prologues",
     "hadagen.compat.fast_hadamard_transform",
     "hadagen.compat.hadacore",
     "hadagen.compat.quarot",

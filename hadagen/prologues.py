@@ -4,10 +4,10 @@
 
 SiluMul, GeluMul, Mul: an activation of one half of x times the other half. x is [..., 2·m], the result [..., m].
 Gelu, Relu2: an activation of x, with a result of x's shape.
-ARITHMETIC, Arithmetic: the values of `numerics`, by name, and the class of others.
+Arithmetic: the class of `numerics`, of which docs/prologues.md names some.
 
 The functions return equal values for arguments that mean the same. Values are hashable, and pickle can store them.
-docs/prologues.md has examples, and a table of `numerics`.
+Make them outside of functions that are compiled. docs/prologues.md has examples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hadagen.errors import UsageError, choice, shown
 from hadagen.problem.prologues import ARITHMETIC, LAYOUTS, Activated, Arithmetic, Prologue, canonical
 from hadagen.runtime.checks import REAL, as_float
 
-__all__ = ["ARITHMETIC", "Arithmetic", "Gelu", "GeluMul", "Mul", "Prologue", "Relu2", "SiluMul"]
+__all__ = ["Arithmetic", "Gelu", "GeluMul", "Mul", "Relu2", "SiluMul"]
 
 _GELU = {"none": "gelu", "tanh": "gelu_tanh", "quick": "gelu_quick"}
 _Function = TypeVar("_Function", bound=Callable[..., Prologue])
@@ -54,7 +54,9 @@ def SiluMul(
         "interleaved": g0 u0 g1 u1 …, as in gpt-oss.
     limit: before that, g is clamped to at most limit, and u to ±limit; None for no limit.
     alpha, beta: 1 and 0 for SiLU·mul. limit=7, alpha=1.702, beta=1 is the SwiGLU of gpt-oss.
-    numerics: a name in `ARITHMETIC`, or an `Arithmetic`.
+    numerics: after which values it rounds to the type of x, and which functions it uses: "exact" rounds nothing before
+        the rotation; "eager", "vllm", "sglang" and "inductor" give the bits of these, as docs/prologues.md says. Or an
+        `Arithmetic`.
 
     Raises TypeError for a limit, alpha or beta that is no number, and `UsageError` for any other bad value. Source:
     `silu_and_mul`, `silu_and_mul_clamp` and `swigluoai_and_mul` in vLLM's csrc/activation_kernels.cu.

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import hadagen
-from hadagen import Quantized, Rotation, presets, rotate_quantize
+from hadagen import Quantized, Rotation, presets, prologues, rotate_quantize
 from hadagen.compat import fast_hadamard_transform, hadacore, quarot, sglang
 from hadagen.problem import matrices
 
@@ -55,6 +55,7 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
 R, SIGNED = Rotation(8), Rotation(8, signs=[1, -1] * 4, signs_after=[-1] * 8)
 GIVEN = Rotation(6, torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 3.0]]))
 X = torch.ones(2, 8)
+WIDE, SILU, GELU = torch.ones(2, 16), prologues.SiluMul(limit=7), prologues.Gelu()
 
 
 def _quantized(name: str, **parts: Any) -> Quantized:
@@ -82,6 +83,23 @@ CALLS: dict[str, tuple[Tensor, Callable[[Any], Any]]] = {
     "Rotation in place": (X, lambda t: SIGNED(t, inplace=True)),
     "Rotation out": (X, lambda t: SIGNED(X, out=t)),
     "Rotation inverse": (X, SIGNED.inverse),
+    "hadamard_transform x, before": (WIDE, lambda t: hadagen.hadamard_transform(t, before=SILU)),
+    "hadamard_transform out, before": (X, lambda t: hadagen.hadamard_transform(WIDE, before=SILU, out=t)),
+    "hadamard_transform x, padded, before": (torch.ones(2, 12), lambda t: hadagen.hadamard_transform(t, before=SILU)),
+    "hadamard_transform before": (X, lambda t: hadagen.hadamard_transform(X, before=t)),
+    "Rotation x, before": (WIDE, lambda t: SIGNED(t, before=SILU)),
+    "Rotation in place, before": (X, lambda t: SIGNED(t, before=GELU, inplace=True)),
+    "Rotation out, before": (X, lambda t: SIGNED(WIDE, before=SILU, out=t)),
+    "rotate_quantize x, before": (WIDE, lambda t: rotate_quantize(t, SIGNED, to="int8-row", before=SILU)),
+    "rotate_quantize codes, before": (
+        X,
+        lambda t: rotate_quantize(WIDE, to="int8-row", before=SILU, out=(t, torch.ones(2, 1))),
+    ),
+    "rotate_quantize x, before, gradient": (
+        WIDE,
+        lambda t: _backward(rotate_quantize(t, SIGNED, to="int8-row", before=SILU, gradient=True)),
+    ),
+    "SiluMul limit": (ONE, lambda t: prologues.SiluMul(limit=t)),
     "Rotation weight": (torch.ones(8, 8), lambda t: SIGNED.fold_into(t, "input")),
     "Rotation weight, output": (torch.ones(8, 8), lambda t: R.fold_into(t, "output", torch.ones(8))),
     "Rotation bias": (torch.ones(8), lambda t: R.fold_into(torch.ones(8, 8), "output", t)),
@@ -209,7 +227,14 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rotate_quantize, scale": (rotate_quantize, {"x": X, "to": "fp8-tensor", "tensor_scale": 1.0}),
     "Quantized.dequantize": (_quantized("int8-row").dequantize, {}),
     "Quantized.to": (_quantized("int8-row").to, {"device": "cpu"}),
+    "SiluMul": (prologues.SiluMul, {}),
+    "GeluMul": (prologues.GeluMul, {}),
+    "Gelu": (prologues.Gelu, {}),
+    "Relu2": (prologues.Relu2, {}),
+    "Mul": (prologues.Mul, {}),
+    "Arithmetic": (prologues.Arithmetic, {}),
     "warmup": (hadagen.warmup, {"n": 8, "dtype": "float16"}),
+    "warmup, before": (hadagen.warmup, {"n": 8, "dtype": "float16", "before": SILU}),
     "warmup, quantized": (hadagen.warmup, {"n": 8, "dtype": "float16", "to": "int8-row"}),
     "best_config": (hadagen.best_config, {"problem": "n64-float16-fast", "rows": 8, "arch": "sm90"}),
     "autotune": (hadagen.autotune, {"problem": "n64-float16-fast"}),

@@ -18,8 +18,8 @@ from hadagen.compiler import codegen
 from hadagen.compiler.emulator import compile_host
 from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import Problem
-from hadagen.problem.prologues import parsed
-from hadagen.prologues import ARITHMETIC, Arithmetic, Gelu, GeluMul, Mul, Prologue, Relu2, SiluMul
+from hadagen.problem.prologues import ARITHMETIC, Prologue, parsed
+from hadagen.prologues import Arithmetic, Gelu, GeluMul, Mul, Relu2, SiluMul
 from hadagen.runtime import calls, kernels, streams, tables
 from hadagen.runtime.prologue_operator import OPERATOR, After, Before, applied, rotate_after
 from hadagen.runtime.rotate_arguments import RotateArguments
@@ -184,6 +184,9 @@ def test_out_and_inplace() -> None:
         wanted = call(y, before=Gelu())
         assert call(y, before=Gelu(), **({} if isinstance(call, partial) else {"inplace": True})) is y or call
         assert isinstance(call, partial) or torch.equal(y, wanted)
+        y = wide(5, N)
+        assert call(y, before=Gelu(), out=y) is y
+        assert torch.equal(y, wanted)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hadagen import Quantized, Rotation, hadamard_transform, presets, rotate_quantize
 from hadagen.problem.formats import FORMATS, Element, Layout
+from hadagen.prologues import SiluMul
 
 N = 128
 R = Rotation(N, signs=[1, -1] * (N // 2))
+BEFORE = SiluMul(limit=7, alpha=1.702, beta=1, layout="interleaved", numerics="vllm")
 Call = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 FORMS = [
     (name, rule, layout.value)
@@ -240,7 +242,11 @@ class Everything(torch.nn.Module):
         out += [q.codes, q.scales]
         for call in PRESETS.values():
             out += call(x)[:2]
-        return tuple(out)
+        rotation = self.rotations[1]
+        out += [rotation(x, before=BEFORE), hadamard_transform(x[:, :24], before=BEFORE)]
+        out += [rotation(x, before=BEFORE, out=torch.empty_like(x[:, :64]))]
+        q = rotate_quantize(x, rotation, to="int8-row", before=BEFORE)
+        return (*out, q.codes, q.scales)
 
 
 LOAD = """

@@ -395,6 +395,14 @@ def parsed(text: str) -> Prologue:
     return replace(prologue, **dict(zip(NUMBERS, values, strict=True))) if wanted else prologue  # type: ignore[type-var]
 
 
+def name_of(before: Any) -> str:
+    """The name of a prologue that a program gives by itself or by its name; "" for None. Raises `UsageError` for
+    anything else."""
+    name = "" if before is None else before.name if isinstance(before, Prologue) else before
+    check_prologue(name)
+    return name  # type: ignore[no-any-return]
+
+
 def check_prologue(name: Any) -> None:
     """Raises `UsageError` for a name that is neither that of a prologue nor "", which means no prologue."""
     if not isinstance(name, str) or (name and name not in PROLOGUES and name not in _activated()):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 from hadagen.errors import UsageError
 from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import MAX_LOG2_N, Problem, Rows, kernel_order, padded_length
-from hadagen.problem.prologues import check_prologue
+from hadagen.problem.prologues import Prologue
+from hadagen.problem.prologues import name_of as name_of_prologue
 from hadagen.problem.regimes import Destination
 from hadagen.problem.target import arch_of_gpu
 from hadagen.problem.trial import Provenance
@@ -127,7 +128,7 @@ def best_config(
     rule: str | None = None,
     layout: str = "row-major",
     round_first: bool = False,
-    before: str = "",
+    before: Prologue | str | None = None,
 ) -> BestConfig:
     """The kernel that a call of `hadamard_transform`, a `Rotation` or `rotate_quantize` runs; nothing is run. With
     `arch` it needs no GPU. Arguments are as for `warmup`, with one value each.
@@ -148,20 +149,21 @@ def best_config(
         only calls that are not batch-invariant have kernels.
     order, signed: those of a rotation of n elements: K, or 1 without a matrix, and whether it has signs. A `Rotation`,
         a `Problem` and a key say that themselves.
-    to, columns, group, rule, layout, round_first, before: as for `warmup`, one value each.
+    to, columns, group, rule, layout, round_first, before: as for `warmup`, one value each. The n of a Rotation, and n,
+        are those of the result of before.
 
     Raises `UsageError` for missing or too many arguments, a bad problem, order, flag, format or arch, a rotation that
     no kernel computes, a device of another arch, rows below 1, or if there is no device; `StorageError` if
     HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
-    check_prologue(before)
+    prologue = name_of_prologue(before)
     is_whole = isinstance(n, (Problem, str, Mapping))
     if is_whole and rows is None:
         rows, dtype = cast(Any, dtype), None
     for name, value in (("rows", rows), *(() if is_whole else (("dtype", dtype),))):
         if value is None:
             raise UsageError(f"best_config: missing a required argument: {name!r}; {_EXAMPLE}")
-    if is_whole and (dtype is not None or to is not None or before or not is_one_of(numerics, ["accurate"])):
+    if is_whole and (dtype is not None or to is not None or prologue or not is_one_of(numerics, ["accurate"])):
         raise UsageError("a problem has its dtype, numerics and format; leave out dtype, numerics, to and before")
     rows = as_whole(rows, "rows", "a whole number of rows, at least 1")
     if batch_invariant is None:
@@ -172,7 +174,7 @@ def best_config(
     said |= {"signed": True} if signed else {}
     if not is_whole:
         form = {"group": as_int(group), "rule": rule, "layout": layout, "round_first": bool(round_first)}
-        asked = {"to": to, "columns": as_int(columns), **form, "prologue": before}
+        asked = {"to": to, "columns": as_int(columns), **form, "prologue": prologue}
         problem, width = _problem_of_call(n, dtype, numerics, said, asked)
         rows = rows * width // problem.n
     elif isinstance(n, Mapping):

@@ -114,10 +114,12 @@ def rotated_after(
     inplace: bool = False,
     out: torch.Tensor | None = None,
     what: Any = None,
+    kept: Sequence[tuple[str, torch.Tensor]] = (),
 ) -> torch.Tensor:
     """The rotated rows in a new tensor, in x or in out. x is a tensor that can be rotated after the prologue. what: as
-    for `rotate_after`. Raises what `check_target` raises."""
-    check_target(x, before, inplace, out)
+    for `rotate_after`. kept: as for `check_target`, whose errors it raises."""
+    inplace = inplace or (out is x and before.width == 1)
+    check_target(x, before, inplace, out, kept)
     (y,) = rotate_after(x, Before(text_of(before)), After(of), () if out is None or inplace else (out,), what)
     return x.copy_(y) if inplace else y
 
@@ -127,34 +129,40 @@ def traced_after(x: Any, before: Prologue, of: RotateArguments) -> Any:
     return OPERATOR([x], text_of(before), *After(of).at())[0]
 
 
-def check_target(x: torch.Tensor, before: Prologue, inplace: bool, out: torch.Tensor | None) -> None:
-    """Raises `UsageError` and `TensorError` for a destination that cannot be written with the result for x."""
+def check_target(
+    x: torch.Tensor,
+    before: Prologue,
+    inplace: bool,
+    out: torch.Tensor | None,
+    kept: Sequence[tuple[str, torch.Tensor]] = (),
+) -> None:
+    """Raises `UsageError` and `TensorError` for a destination that cannot be written with the result for x.
+
+    kept: tensors that must not be written, with their names in messages."""
     if inplace and before.width > 1:
         raise UsageError(
             f"inplace=True is not possible with before = {shown(before)}, because x has {before.width} elements for "
             "each element of the result; leave it out, or pass out="
         )
-    if inplace and not torch.compiler.is_dynamo_compiling():
-        check_writable(x)
-        if torch.is_grad_enabled() and x.requires_grad:
-            check_autograd_follows(x, "x")
-    elif out is not None and not inplace:
-        check_result(x, out, x.shape[-1] // before.width)
-
-
-def check_result(x: torch.Tensor, out: torch.Tensor, columns: int) -> None:
-    """Raises `TensorError` if out cannot take rotated rows of so many columns, after a prologue of x."""
-    check_alike(x, out, "out")
-    shape = (*x.shape[:-1], columns)
-    is_like = not out.is_nested and out.layout is torch.strided and out.shape == shape and out.dtype == x.dtype
-    if not is_like or out.device != x.device:
-        raise TensorError(
-            f"out is {plain(out.dtype)} {shape_of(out)} on {out.device}; with before= the result is strided "
-            f"{plain(x.dtype)} {tuple(shape)} on {x.device}"
-        )
-    if not torch.compiler.is_dynamo_compiling() and has_only_memory(out):
-        check_writable(out)
-        calls.check_apart(out, "out", [("x", x)] if has_only_memory(x) else [])
+    if out is not None and not inplace:
+        check_alike(x, out, "out")
+        shape = (*x.shape[:-1], x.shape[-1] // before.width)
+        is_like = not out.is_nested and out.layout is torch.strided and out.shape == shape and out.dtype == x.dtype
+        if not is_like or out.device != x.device:
+            raise TensorError(
+                f"out is {plain(out.dtype)} {shape_of(out)} on {out.device}; with before= the result is strided "
+                f"{plain(x.dtype)} {tuple(shape)} on {x.device}"
+            )
+    target, name = (x, "x") if inplace else (out, "out")
+    if target is None or torch.compiler.is_dynamo_compiling():
+        return
+    if inplace and torch.is_grad_enabled() and x.requires_grad:
+        check_autograd_follows(x, "x")
+    if not has_only_memory(target):
+        return
+    check_writable(target)
+    others = [*kept, *([] if inplace or not has_only_memory(x) else [("x", x)])]
+    calls.check_apart(target, name, others)
 
 
 def _arguments(tensors: Sequence[torch.Tensor], prologue: str, *options: Any) -> tuple[torch.Tensor, Before, After]:

@@ -495,9 +495,8 @@ class Rotation(SealedModule):
             check_tensor(x)
         rows = result_like(x, before.width)
         options = operands_of(self, rows, 1.0, numerics, bool(batch_invariant), before)
-        if (inplace or out is not None) and not is_dynamo_compiling():
-            self._check_apart(x, out)
-        return rotated_after(x, before, options, inplace, out, what)
+        kept = buffers_of(self) if (inplace or out is not None) and not is_dynamo_compiling() else ()
+        return rotated_after(x, before, options, inplace, out, what, kept)
 
     def _check_apart(self, x: torch.Tensor, out: torch.Tensor | None) -> None:
         """Raises `TensorError` if the result would be written over the module's own buffers."""

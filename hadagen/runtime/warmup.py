@@ -12,7 +12,7 @@ import torch
 from hadagen.errors import UsageError, shown
 from hadagen.problem.formats import Format
 from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
-from hadagen.problem.prologues import check_prologue
+from hadagen.problem.prologues import Prologue, name_of, named
 from hadagen.runtime import kernels
 from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -39,7 +39,7 @@ def warmup(
     rule: str | None = None,
     layout: str = "row-major",
     round_first: bool = False,
-    before: str = "",
+    before: Prologue | str | None = None,
 ) -> int:
     """Load the kernels of later calls now, so that no call waits for a kernel or loads it during a CUDA graph capture.
     Kernels without a cubin for the GPU are compiled, as many at a time as there are CPUs.
@@ -53,10 +53,11 @@ def warmup(
 
     to: formats of later calls of `rotate_quantize`. n is then the rotation: a `Rotation`, or a power of two, 1 for no
         rotation. inplace is ignored.
-    columns: the last dimensions of the later tensors; by default n, or the n of the `Rotation`.
+    columns: the last dimensions of the later results; by default n, or the n of the `Rotation`. With a product in
+        before=, the later tensors are twice as wide.
     group, rule, layout, round_first: the arguments of the later calls.
-    before: the name of a prologue of later calls, a key of `hadagen.problem.prologues.PROLOGUES`. n is then the
-        rotation, as for `to`.
+    before: the argument of the later calls, or its name, such as "silu_mul". n is then the rotation, as for `to`.
+        Kernels do not depend on limit, alpha and beta.
 
     Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
     With HADAGEN_AUTOTUNE=1, each problem of these calls is measured first, unless it was measured before.
@@ -73,8 +74,8 @@ def warmup(
     check_flags(batch_invariant=batch_invariant, round_first=round_first)
     if to is None:
         check_no_format(columns, group, rule, layout, bool(round_first))
-    check_prologue(before)
-    rotations, is_rotated = _several(n), to is not None or before != ""
+    prologue = name_of(before)
+    rotations, is_rotated = _several(n), to is not None or prologue != ""
     lengths = [_whole(getattr(each, "n", each) if is_rotated else each, "n") for each in rotations]
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
@@ -96,7 +97,7 @@ def warmup(
         for given in dtypes:
             if is_rotated:
                 for form, width, contract in product(forms, widths or [length], contracts):
-                    how = form, bool(round_first), contract, bool(batch_invariant), before
+                    how = form, bool(round_first), contract, bool(batch_invariant), prologue
                     kinds += _rotating(index, rotation, _row(width, given, index), *how)
                 continue
             row = padded_length(length)
@@ -124,12 +125,14 @@ def _rotating(
     round_first: bool,
     numerics: Numerics,
     batch_invariant: bool,
-    before: str,
+    prologue: str,
 ) -> list[tuple[Kind, int]]:
-    """The kinds of kernels of calls with a format or a prologue and tensors like x, each with the elements of a row."""
-    whole, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant, before)
+    """The kinds of kernels of calls with a format or a prologue and results like x, each with the elements of a row."""
+    whole, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant, prologue)
     if whole and kernels.timed_of(kind := Kind(device, whole, False, batch_invariant)):
         return [(kind, x.shape[-1])]
+    if prologue and named(prologue).is_rounded:  # whose result kernels without a prologue take
+        return _rotating(device, rotation, x, form, round_first, numerics, batch_invariant, "")
     # PyTorch does all but the rotation, for which other kernels are, in place.
     return [(Kind(device, each, True, batch_invariant), x.shape[-1]) for each in others if each]
 
