@@ -13,7 +13,7 @@ from test_new_source import Emulated, launched
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
-from hadagen import Rotation, TensorError, UsageError, hadamard_transform, rotate_quantize
+from hadagen import Quantized, Rotation, TensorError, UsageError, hadamard_transform, rotate_quantize
 from hadagen.compiler import codegen
 from hadagen.compiler.emulator import compile_host
 from hadagen.plan.space import Space, build_plan
@@ -317,14 +317,20 @@ def test_what_no_kernel_takes_is_computed_in_pytorch(device: None) -> None:
 # ---- traces ----------------------------------------------------------------------------------------------------------
 NUMBERED = SiluMul(limit=7, alpha=1.702, beta=1, layout="interleaved", numerics="vllm")
 OF = Rotation(N, block=32, signs=[1, -1] * 16)
-WIDE = Rotation(2 * N)
+WIDE, ALONE = Rotation(2 * N), Gelu(approximate="tanh")
+
+
+def parts(q: Quantized) -> list[torch.Tensor]:
+    return [q.codes, q.scales]
+
+
 WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "transform": lambda x: hadamard_transform(x, 0.5, before=NUMBERED),
     "padded": lambda x: hadamard_transform(x[:, :48], 0.5, before=V),
     "rotation": lambda x: OF(x, before=NUMBERED),
-    "wide": lambda x: WIDE(x, before=Gelu(approximate="tanh")),
-    "codes": lambda x: [*rotate_quantize(x, OF, to="int8-row", before=NUMBERED)],
-    "swizzled": lambda x: [*rotate_quantize(x, None, to="mxfp4", layout="swizzled", before=V)],
+    "wide": lambda x: WIDE(x, before=ALONE),
+    "codes": lambda x: parts(rotate_quantize(x, OF, to="int8-row", before=NUMBERED)),
+    "swizzled": lambda x: parts(rotate_quantize(x, None, to="mxfp4", layout="swizzled", before=V)),
     "scaled": lambda x: [rotate_quantize(x, 32, to="fp8-tensor", tensor_scale=0.1, before=V).codes.view(torch.uint8)],
     "out": lambda x: OF(x, before=NUMBERED, out=torch.empty_like(x[:, :N])),
 }

@@ -102,8 +102,8 @@ def rotate_after(
         if needs_derivative(each) or any(needs_derivative(tensor) for tensor in tensors):
             raise TensorError("x or out has a derivative, and out= has none; leave it out, or detach them")
     results = OPERATOR(tensors, before.prologue, *after.at())
-    for each, made in zip(out, results, strict=False):  # PyTorch's own copy, as traces and modes know it
-        each.copy_(made)
+    for at, each in enumerate(out):  # no zip of lists, which Dynamo of PyTorch 2.6 refuses for other lengths
+        each.copy_(results[at])
     return [*out, *results[len(out) :]]
 
 
