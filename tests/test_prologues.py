@@ -303,6 +303,28 @@ def _bits(each: torch.Tensor) -> torch.Tensor:
     return each.reshape(-1).view(torch.uint8)
 
 
+def test_a_kernel_computes_what_has_a_gradient(device: None) -> None:
+    x = wide(6, 8 * N, dtype=BF16)
+    for value in (V, SiluMul(layout="interleaved", limit=2, numerics="eager")):
+
+        def call(x: torch.Tensor, value: Prologue = value) -> torch.Tensor:
+            return SIGNED(x, before=value).float().square()
+
+        def again(x: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor] = call) -> torch.Tensor:
+            leaf = x.clone().requires_grad_()
+            (first,) = torch.autograd.grad(call(leaf).sum(), leaf, create_graph=True)
+            return torch.autograd.grad(first.float().square().sum(), leaf)[0]
+
+        launched.clear()
+        found, twice = gradient(call, x), again(x)
+        assert len(launched) == 2  # derivatives launch none with a prologue
+        assert torch.equal(SIGNED(x.clone().requires_grad_(), before=value), SIGNED(x, before=value))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(calls, "takes_kernels", lambda x: False)
+            torch.testing.assert_close(found, gradient(call, x), rtol=0.02, atol=0.3)
+            assert float((twice - again(x)).norm() / twice.norm()) < 0.02
+
+
 def test_what_no_kernel_takes_is_computed_in_pytorch(device: None) -> None:
     for dtype, columns, n in ((BF16, 4, 4), (BF16, 24, 24), (torch.float64, N, N), (HALF, 8, 8)):
         x, of = wide(3, 2 * columns, dtype=dtype), Rotation(n)

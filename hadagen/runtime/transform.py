@@ -76,7 +76,7 @@ def hadamard_transform(
         batch_invariant = BATCH_INVARIANT
     # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do. A
     # scale of a refused type must not be found because it equals a number.
-    options = scale, numerics, batch_invariant
+    options: tuple[Any, ...] = (scale, numerics, batch_invariant)
     if before is not None:
         options = *options, text_of(before)
     if is_plain(x) and isinstance(scale, REAL):
