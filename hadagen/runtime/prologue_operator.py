@@ -2,7 +2,8 @@
 
 One kernel does all of it if there is one that takes the tensors as they lie: without gaps, at addresses that are
 multiples of 16 bytes. Other tensors are copied. Where there is no kernel, PyTorch computes the formula of the prologue,
-and the operators of rotations and quantizers the rest. Derivatives are always those of PyTorch, of values that a kernel may have computed.
+and the operators of rotations and quantizers the rest. Derivatives are always those of PyTorch, also of results that a
+kernel computed.
 """
 
 from __future__ import annotations
