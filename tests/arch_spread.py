@@ -41,6 +41,7 @@ SPREAD = [
     (Problem.of(80, F16, order=80), {"load": "cp_async", "rows": 16, "slabs": 5}),
     (Problem.of(1280, F16, order=20), FIRST),
     (Problem.of(1536, BF16, order=12, signed=True), {**FIRST, "fold": 1}),
+    (Problem.of(2560, BF16, order=20, signed=True), {**FIRST, "products": "alone", "fold": 1}),
     (Problem.of(512, F32, signed=True), {}),
     (Problem.of(64, BF16, to="mxfp4_32_rceil"), {"chunks": 2}),
     (Problem.of(1, F16, to="mxfp4_32"), {"chunks": 2}),

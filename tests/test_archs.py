@@ -27,7 +27,8 @@ NEEDING = {
     "mma_tf32": "float d[4] = {}, f = as_float(t); mma(d, hadamard16_tf32(1u), f, f, f, f); used += as_word(d[0]);",
     "bf16x2_fma": "used += add<bfloat16>(t, used) ^ sub<bfloat16>(t, used) ^ fma<bfloat16>(t, used, t);",
     "xorsign_bf16x2": "used += larger_of_bfloat16(t, used);",
-    "cp_async": "cp_async16(shared, x); cp_async_commit(); cp_async_wait<0>();",
+    "cp_async": "cp_async16(shared, x); cp_async_commit(); cp_async_wait<0>(); "
+    "barrier_init(barrier, 1); barrier_arrive(barrier); barrier_wait(barrier, 0);",
     "bulk_copy": "bulk_copy(shared, x, 16u, barrier); barrier_wait(barrier, 0); bulk_prefetch(x, 16u);",
     "cluster": "cluster_arrive(); cluster_wait(); remote_shared_store16(shared, cluster_rank(), zero16(), barrier);",
     "wgmma": "float d[32] = {}; Operand a[1] = {hadamard16(1u)}; multiply_boxes<float16>(d, a, boxes_in(shared)); "

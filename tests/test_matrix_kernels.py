@@ -326,7 +326,7 @@ NOT_LEGAL += [
             {"fold": 1, "grid": "tiles", "stages": 1},
             "where the matrix comes first, grid must be persistent",
         ),
-        ("n14336-k28-float16-fast", {"fold": 1, "stages": 1}, "where the matrix comes first, stages must be 2 or 3"),
+        ("n14336-k28-float16-fast", {"fold": 1, "stages": 1}, "(stages must be 2 or more, or products"),
         ("n44032-k172-float16-fast", {"fold": 2}, "more than 1024 threads per block (fold must be less)"),
         ("n44032-k172-float16-fast", {}, "the matrix and its sums do not fit the registers (fold or min_blocks must"),
         ("n20480-k80-signed-float16-fast", {"stages": 4, "min_blocks": 2}, "bytes of shared memory per SM (min_blocks"),
@@ -345,7 +345,7 @@ NOT_LEGAL_ON_TURING: list[tuple[str, dict[str, int | str], str]] = [
     ("n80-k80-float16-fast", {"rows": 16, "load": "cp_async"}, "the arch has no cp_async"),
     ("n3584-k28-float16-fast", {"ahead": 8}, "the arch has no bulk copies to L2"),
     ("n3584-k28-float16-fast", {"trigger": "load"}, "the arch starts no kernel before the last one ends"),
-    ("n3584-k28-float16-fast", FIRST, "the arch has no wgmma (first must be hadamard)"),
+    ("n3584-k28-float16-fast", FIRST, "the arch has no cp_async (first must be hadamard)"),
 ]
 
 

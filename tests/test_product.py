@@ -15,7 +15,7 @@ from real_compilers import is_there, needs_compiler, needs_nvrtc
 from sample_bundle import write_trials
 from sample_trials import make_kernel, make_timing, make_trial
 from slow import cases_of
-from spaces import ARCH, space_of
+from spaces import ARCH
 from test_quantizer import TYPES
 from test_quantizing_kernels import check, emulated
 
@@ -29,12 +29,12 @@ from hadagen.compiler.ptx_version import lowered
 from hadagen.compiler.recipes import Recipe, closest_recipe, image_of, is_recipe_of
 from hadagen.compiler.toolchain import BuildFailure, Toolchain, assembled
 from hadagen.errors import UsageError
-from hadagen.plan.arch import load_arch
+from hadagen.plan.arch import Arch, load_arch
 from hadagen.plan.knobs import MATRIX_FIRST, Knobs
 from hadagen.plan.plan import Plan, interpret
 from hadagen.plan.space import Space, build_plan
 from hadagen.plan.steps.base import roundings
-from hadagen.plan.steps.product import PRODUCT_COLUMNS, Product
+from hadagen.plan.steps.product import PRODUCT_COLUMNS, BoxProduct, Product, WarpProduct
 from hadagen.problem.bits import decode
 from hadagen.problem.formats import Element
 from hadagen.problem.launch import Source
@@ -62,8 +62,12 @@ class Choice:
     products: str = "together"
 
     def __str__(self) -> str:
-        turns = "" if self.products == "together" else ", " + self.products.replace("_", " ")
-        return f"{self.key}, {self.rows} rows, fold {self.fold}, {self.stages} stages{turns}"
+        how = f", {self.products.replace('_', ' ')}" * (self.products != "together")
+        return f"{self.key}, {self.rows} rows, fold {self.fold}, {self.stages} stages{how}"
+
+    @property
+    def may_be_alone(self) -> bool:
+        return self.products == "together" and not self.problem.transform.real
 
     @property
     def problem(self) -> Problem:
@@ -72,7 +76,10 @@ class Choice:
     @property
     def plan(self) -> Plan:
         knobs = {name: value for name, value in vars(self).items() if name != "key"}
-        return build_plan(self.problem, product_first(**knobs), ARCH)
+        return build_plan(self.problem, product_first(**knobs), BLACKWELL if self.products == "alone" else ARCH)
+
+
+BLACKWELL = load_arch("sm100")  # which has no wgmma
 
 
 def product_first(**knobs: Any) -> Knobs:
@@ -124,6 +131,11 @@ ROUNDED = [
     Choice("n12288-k96-real-float16-fast", 1, 2),
     Choice("n1536-k192-real-bfloat16-fast", 0, 4, rows=8),
 ]
+CHOICES += [
+    *(replace(each, products="alone") for each in CHOICES if each.may_be_alone),
+    Choice("n2560-k20-signed-bfloat16-accurate", 1, 1, products="alone"),
+    Choice("n192-k12-float16-fast", 1, 1, rows=16, products="alone"),
+]
 QUANTIZING = [
     Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3),
     Choice("n3072-k12-float16-to-int8_row_3072_convrot-accurate", 2, 2),
@@ -154,6 +166,14 @@ QUANTIZING = [
     Choice("n2560-k20-real-signed-float16-to-int8_row_2560-accurate", 1, 2),
     Choice("n4096-k32-real-bfloat16-to-mxfp4_32-accurate", 0, 3),
     Choice("n5120-k160-real-signed-bfloat16-to-int8_row_5120-fast", 0, 2, rows=2),
+]
+QUANTIZING += [
+    *(
+        replace(each, products="alone")
+        for each in QUANTIZING
+        if each.products == "together" and "-real-" not in each.key
+    ),
+    Choice("n2560-k20-bfloat16-to-int8_row_2560-accurate", 1, 1, products="alone"),
 ]
 with_each = pytest.mark.parametrize("choice", CHOICES, ids=str)
 
@@ -279,32 +299,35 @@ def test_codes_of_every_class_of_input_are_within_the_bound(choice: Choice, modu
     assert {name: error for name, error in errors.items() if not error <= choice.problem.error_bound} == {}
 
 
-def test_all_ways_through_the_kernel_are_tried() -> None:
+@pytest.mark.parametrize("kind", [Product, WarpProduct])
+def test_all_ways_through_the_kernel_are_tried(kind: type[BoxProduct]) -> None:
     plans = [(each, each.plan) for each in CHOICES]
-    products = [(each, plan, plan.tile) for each, plan in plans if isinstance(plan.tile, Product)]
-    assert len(products) == len(CHOICES)
+    products = [(each, plan, plan.tile) for each, plan in plans if isinstance(plan.tile, kind)]
     assert {(each.fold, tile.columns(plan)) for each, plan, tile in products if each.rows == 1} == {
         (fold, columns) for fold in range(4) for columns in PRODUCT_COLUMNS
     }
     assert {tile.length(plan) for each, plan, tile in products if each.rows > 1} == {8, 16, 32, 64}
     both = {True, False}
     for fold in range(4):
-        some = [(each, plan, tile) for each, plan, tile in products if each.fold == fold]
-        assert {plan.problem.transform.signed for _, plan, _ in some} == both
-        assert {plan.problem.io.input for _, plan, _ in some} == {DType.FLOAT16, DType.BFLOAT16}
-    assert {each.stages for each in CHOICES} == {2, 3, 4}
+        some = [plan.problem for each, plan, _ in products if each.fold == fold]
+        assert {problem.transform.signed for problem in some} == both
+        assert {problem.io.input for problem in some} == {DType.FLOAT16, DType.BFLOAT16}
+    assert {each.stages for each, _, _ in products} == {2, 3, 4} | ({1} if kind is WarpProduct else set())
     assert {tile.order(plan) % 16 > 0 for _, plan, tile in products} == both
     assert {tile.order(plan) % 64 > 0 for _, plan, tile in products} == both
-    assert {(plan.warps > 4, each.products) for each, plan, _ in products} == {
-        (False, "together"),
-        (True, "together"),
-        (True, "in_turns"),
-        (False, "ahead"),
-        (True, "ahead"),
-    }
     # Whether all threads copy as many vectors.
     assert {tile.order(plan) % (4 * plan.warps) > 0 for _, plan, tile in products} == both
-    forms = [each.problem.io.form for each in QUANTIZING]
+    if kind is Product:
+        assert {(plan.warps > 4, each.products) for each, plan, _ in products} == {
+            (False, "together"),
+            (True, "together"),
+            (True, "in_turns"),
+            (False, "ahead"),
+            (True, "ahead"),
+        }
+    else:  # rows of a box are swizzled in two ways where warps are odd in number
+        assert {(plan.warps > 1, plan.warps % 2) for _, plan, _ in products} == {(False, 1), (True, 0), (True, 1)}
+    forms = [each.problem.io.form for each in QUANTIZING if isinstance(each.plan.tile, kind)]
     assert {form.layout.value for form in forms if form} >= {"row-major", "column-major", "swizzled"}
     assert {form.rounded for form in forms if form} == both
 
@@ -331,27 +354,35 @@ def test_the_result_has_the_only_rounding() -> None:
 KEY = "n1536-k12-bfloat16-accurate"
 
 
-@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm100", "sm120"])
-def test_no_other_arch_has_the_instruction(arch: str) -> None:
-    problem, other = Problem.parse(KEY), load_arch(arch)
-    with pytest.raises(UsageError, match=re.escape("the arch has no wgmma (first must be hadamard)")):
-        build_plan(problem, product_first(), other)
-    space = Space(problem, other)
-    assert {knobs.first for knobs in (*space.legal, *space.seeds())} <= {"hadamard"}
+@pytest.mark.parametrize("name", known_archs())
+def test_only_hopper_has_wgmma_and_turing_has_no_product(name: str) -> None:
+    problem, arch = Problem.parse(KEY), load_arch(name)
+    ways = {"sm75": set(), "sm90": {"together", "alone", "in_turns", "ahead"}}.get(name, {"alone"})
+    space = Space(problem, arch)
+    assert {knobs.products for knobs in space.legal if knobs.first == MATRIX_FIRST} == ways
+    assert {knobs.products for knobs in space.seeds() if knobs.first == MATRIX_FIRST} == ways - {"in_turns", "ahead"}
+    for products in {"together", "alone"} - ways:
+        lacking = "cp_async (first must be hadamard)" if name == "sm75" else "wgmma (products must be another)"
+        with pytest.raises(UsageError, match=re.escape(f"the arch has no {lacking}")):
+            build_plan(problem, product_first(products=products), arch)
 
 
 @pytest.mark.parametrize("key", [KEY, "n12288-k12-float16-fast", "n768-k12-signed-bfloat16-to-mxfp4_32-accurate"])
-def test_searches_choose_it_too(key: str) -> None:
+@pytest.mark.parametrize("arch", [ARCH, load_arch("sm80"), BLACKWELL], ids=lambda arch: arch.name)
+def test_searches_choose_it_too(arch: Arch, key: str) -> None:
     problem = Problem.parse(key)
-    first = [knobs for knobs in space_of(problem).legal if knobs.first == MATRIX_FIRST]
-    plans = [build_plan(problem, knobs, ARCH) for knobs in first]
+    space = Space(problem, arch)
+    first = [knobs for knobs in space.legal if knobs.first == MATRIX_FIRST]
+    plans = [build_plan(problem, knobs, arch) for knobs in first]
     assert len({plan.digest for plan in plans}) == len(plans) > 0
+    ways = ("together", "alone") if arch is ARCH else ("alone",)
     folds = {fold for fold in range(4) if 8 <= problem.length >> fold <= PRODUCT_COLUMNS[-1]}
-    wanted = {(fold, stages) for fold in folds for stages in (2, 3, 4)}
-    assert {(knobs.fold, knobs.stages) for knobs in first} == wanted
-    seeds = space_of(problem).seeds()
-    assert {(knobs.fold, knobs.stages) for knobs in seeds if knobs.first == MATRIX_FIRST} == wanted
-    assert all(plan.launch.shared_bytes <= ARCH.limits.shared_per_block for plan in plans)
+    wanted = {(way, fold, stages) for way in ways for fold in folds for stages in (1, 2, 3, 4)}
+    wanted -= {("together", fold, 1) for fold in folds}
+    assert {(knobs.products, knobs.fold, knobs.stages) for knobs in first if knobs.products in ways} == wanted
+    seeds = [knobs for knobs in space.seeds() if knobs.first == MATRIX_FIRST]
+    assert {(knobs.products, knobs.fold, knobs.stages) for knobs in seeds} == wanted
+    assert all(plan.launch.shared_bytes <= arch.limits.shared_per_block for plan in plans)
     assert all("CrossButterflies" in [step.name for step in plan.steps] for plan in plans)
 
 
@@ -360,7 +391,7 @@ def test_searches_choose_it_too(key: str) -> None:
 @pytest.mark.parametrize("numerics", ["accurate", "fast"])
 def test_kernels_for_a_real_matrix_multiply_by_it_first(order: int, numerics: str) -> None:
     problem = Problem.of(64 * order, "bfloat16", numerics, order=order, real=True)
-    space = space_of(problem)
+    space = Space(problem, ARCH)
     plans = [build_plan(problem, knobs, ARCH) for knobs in space.legal]
     assert {knobs.first for knobs in (*space.legal, *space.seeds())} == {MATRIX_FIRST}
     rounds = numerics == "fast" and order > 64
@@ -409,6 +440,15 @@ def test_a_key_says_real_behind_the_order(key: str) -> None:
     assert Problem.parse("n4096-k64-real-float16-fast").parent == Problem.parse("n4096-k64-float16-fast")
 
 
+def test_what_does_not_fit_the_shared_memory_of_an_arch_is_not_legal() -> None:
+    problem = Problem.parse("n28672-k112-bfloat16-accurate")
+    assert build_plan(problem, product_first(products="alone", stages=2), load_arch("sm80"))
+    for name in ("sm86", "sm89", "sm120"):
+        with pytest.raises(UsageError, match="more than 101376 bytes of shared memory per block"):
+            build_plan(problem, product_first(products="alone", stages=2), load_arch(name))
+        assert {(knobs.first, knobs.stages) for knobs in Space(problem, load_arch(name)).legal} == {(MATRIX_FIRST, 1)}
+
+
 # ---- instructions of one arch ----------------------------------------------------------------------------------------
 SMALL = Choice("n768-k12-bfloat16-accurate", 0, 2)
 
@@ -452,17 +492,17 @@ def test_its_recipe_is_compiled_for_that_arch_alone(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm100", "sm121"])
-def test_the_recipe_for_another_arch_has_h_first(arch: str) -> None:
+def test_on_another_arch_each_warp_of_the_recipe_multiplies_alone(arch: str) -> None:
     knobs = knobs_key(product_first(stages=2).to_dict())
     other = closest_recipe(SMALL.problem, knobs, arch)
     assert other
-    assert other.knobs["first"] == "hadamard"
+    assert other.knobs == product_first(stages=2, products="alone").to_dict()
     same = closest_recipe(SMALL.problem, knobs, "sm90")
     assert same
     assert same.knobs == product_first(stages=2).to_dict()
 
 
-def test_estimates_for_other_archs_never_propose_it(tmp_path: Path) -> None:
+def test_estimates_for_other_archs_propose_it_without_wgmma(tmp_path: Path) -> None:
     trial = make_trial(
         problem=SMALL.problem,
         knobs=product_first(stages=2).to_dict(),
@@ -470,17 +510,22 @@ def test_estimates_for_other_archs_never_propose_it(tmp_path: Path) -> None:
         timings=tuple(make_timing(elements=element_buckets(SMALL.problem)[0], cache=cache) for cache in Cache),
     )
     for name in set(known_archs()) - {"sm90"}:
-        arch = load_arch(name)
-        assert all(knobs.first == "hadamard" for knobs in shortlist(Space(SMALL.problem, arch), 4)), name
+        chosen = shortlist(Space(Problem.parse("n11008-k172-bfloat16-accurate"), load_arch(name)), 4)
+        ways = {knobs.products for knobs in chosen if knobs.first == MATRIX_FIRST}
+        assert ways == (set() if name == "sm75" else {"alone"}), name
         assert not is_recipe_of(replace(trial, arch=name))
     assert is_recipe_of(trial)
     source = Bundle.open(write_trials(tmp_path / "sm90.db", [trial]))
     source.verify()
-    assert {entry.knobs["first"] for entry in source.all_entries()} == {MATRIX_FIRST}
-    estimated, _ = estimated_winners(source, load_arch("sm100"))
-    assert {each.knobs["first"] for each in estimated.values()} == {"hadamard"}
+    assert {entry.knobs["products"] for entry in source.all_entries()} == {"together"}
+    for name in ("sm86", "sm100"):
+        estimated, _ = estimated_winners(source, load_arch(name))
+        assert {(each.knobs["first"], each.knobs["products"]) for each in estimated.values()} == {
+            (MATRIX_FIRST, "alone")
+        }
 
 
+WGMMA = "first=matrix,products=together"
 KNOBS = "first=matrix,load=cp_async,grid=persistent,stages=2"
 
 
@@ -488,7 +533,7 @@ def test_emit_names_the_target_that_has_it() -> None:
     text = succeed("emit", "--problem", SMALL.key, "--knobs", KNOBS, "--standalone")
     assert " -arch=sm_90a -cubin " in text
     assert "Launch min(ceil(elements / 768), as many as the GPU holds at once) blocks of 128 threads." in text
-    said = sentence(run("emit", "--arch", "sm100", "--problem", SMALL.key, "--knobs", "first=matrix"), 2)
-    assert said.endswith("the arch has no wgmma (first must be hadamard)")
+    said = sentence(run("emit", "--arch", "sm100", "--problem", SMALL.key, "--knobs", WGMMA), 2)
+    assert said.endswith("the arch has no wgmma (products must be another)")
     report = json.loads(succeed("emit", "--space", "--problem", SMALL.key, "--json"))
     assert report["legal"] + sum(report["reasons"].values()) == report["total"]

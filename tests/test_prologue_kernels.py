@@ -27,6 +27,7 @@ STAGED = {"load": "cp_async", "grid": "persistent", "stages": 2}
 FETCHED = {"grid": "persistent", "stages": 2}
 BULK = {"load": "bulk", "grid": "persistent"}
 AHEAD = {"ahead": 8}
+FIRST = {"first": "matrix", "warps": 1, "load": "cp_async", "grid": "persistent", "stages": 3}
 FAMILIES = {
     "n128-after-silu_mul-bfloat16-to-fp8_group_128-accurate": (
         {"low_bits": "shuffle"},
@@ -46,6 +47,10 @@ FAMILIES = {
     "n896-k28-after-silu_mul-bfloat16-to-fp8_row_896-accurate": (PLAIN, {"warps": 1, "load": "bulk"}),
     "n896-k28-signed-after-gelu_quick_mul-float16-accurate": (PLAIN, {"warps": 1, "load": "bulk", **AHEAD}),
     "n160-k20-signed-after-silu_mul_interleaved_rounded-bfloat16-accurate": (PLAIN,),
+    "n1536-k12-signed-after-silu_mul-bfloat16-to-fp8_row_1536-accurate": ({**FIRST, "fold": 1},),
+    "n4096-k64-after-gelu_tanh_mul-bfloat16-to-mxfp4_32-accurate": (FIRST, {**FIRST, "products": "ahead"}),
+    "n1536-k12-after-silu_mul_interleaved_rounded-float16-fast": ({**FIRST, "fold": 1, "products": "alone"},),
+    "n96-k12-after-silu_mul_clamped-bfloat16-accurate": ({**FIRST, "rows": 8},),
     "n384-k12-after-relu2-bfloat16-to-mxfp4_32-accurate": (PLAIN, {"warps": 1, "load": "bulk"}),
 }
 

@@ -29,7 +29,7 @@ from hadagen.problem.target import ARCH_DIRECTORY, check_arch, known_archs
 #   mma_tf32          mma.sync.m16n8k8 of tf32              sm_80  "mma"
 #   bf16x2_fma        fma.rn.bf16x2                         sm_80  "fma" of half precision
 #   xorsign_bf16x2    max.xorsign.abs.bf16x2                sm_86  "max" of half precision
-#   cp_async          cp.async.cg                           sm_80  "cp.async"
+#   cp_async          cp.async.cg, mbarrier.test_wait       sm_80  "cp.async", "mbarrier"
 #   bulk_copy         cp.async.bulk, mbarrier.try_wait      sm_90  "cp.async.bulk", "cp.async.bulk.prefetch", "mbarrier"
 #   cluster           barrier.cluster, mapa, st.async       sm_90  "barrier.cluster", "mapa", "st.async"
 #   dependent_launch  griddepcontrol                        sm_90  "griddepcontrol"

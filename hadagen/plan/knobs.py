@@ -19,7 +19,7 @@ from hadagen.plan.steps.conversions import Correct, Narrow, Normalize, Round, Sc
 from hadagen.plan.steps.exchanges import Exchange, Transpose
 from hadagen.plan.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.plan.steps.memory import Load, Prefetch, Store, Trigger
-from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product, ProductAhead
+from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product, ProductAhead, WarpProduct
 from hadagen.plan.steps.quantize import Largest, Quantize, Renumber
 from hadagen.plan.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 from hadagen.problem.formats import TENSOR
@@ -30,7 +30,7 @@ EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 WHOLE, HALF = "whole", "half"
 HADAMARD, MATRIX_FIRST = "hadamard", "matrix"
-TOGETHER, IN_TURNS, AHEAD = "together", "in_turns", "ahead"
+TOGETHER, ALONE, IN_TURNS, AHEAD = "together", "alone", "in_turns", "ahead"
 MAX_EXCHANGED_LANES = 4  # the fifth lane bit stays, so that stores write whole sectors of 32 bytes
 # `far_lanes` → how many far bits come to lanes before others come to registers; bits of blocks go to registers first.
 # With two, stores write whole lines of 128 bytes.
@@ -84,16 +84,16 @@ class Knobs:
     cluster: int = _knob((1, 2, 4, 8, 16), "blocks per cluster")
     first: str = _knob(
         (HADAMARD, MATRIX_FIRST),
-        "what a kernel with a matrix multiplies by first; by its matrix with wgmma, so that one rounding is left",
+        "what a kernel with a matrix multiplies by first; by its matrix, so that one rounding is left",
         with_matrix=True,
     )
     fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
     products: str = _knob(
-        (TOGETHER, IN_TURNS, AHEAD),
-        "whether warps of one block begin their products by the matrix together, in turns, or a tile ahead of the "
-        "steps after them, where it comes first",
+        (TOGETHER, ALONE, IN_TURNS, AHEAD),
+        "how warps multiply by the matrix where it comes first: each alone with mma; or in fours with wgmma, which "
+        "begin together, in turns, or a tile ahead of the steps after them",
         with_matrix=True,
-        estimated=1,
+        estimated=2,
     )
     rows: int = _knob(
         (1, 2, 4, 8, 16, 32, 64, 128, 256), "rows of a tile that is multiplied by a matrix", with_matrix=True
@@ -346,11 +346,13 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     form = problem.io.form
     folds = form is not None and not form.rounds_first
     in_registers = problem.bits - knobs.fold - 3  # bits of a column
-    multiply = ProductAhead if knobs.products == AHEAD else Product
+    in_fours = ProductAhead if knobs.products == AHEAD else Product
     steps: list[Step] = [
         LoadBoxes(knobs.load, knobs.stages),
         *prologue_steps(problem),
-        multiply(knobs.fold, knobs.rows, knobs.products == IN_TURNS),
+        WarpProduct(knobs.fold, knobs.rows)
+        if knobs.products == ALONE
+        else in_fours(knobs.fold, knobs.rows, knobs.products == IN_TURNS),
     ]
     steps += [Butterfly(reg(j)) for j in range(2, in_registers)]
     steps.append(CrossButterflies(min(2, max(0, in_registers)), scales=not folds))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from hadagen.plan.knobs import AHEAD, HADAMARD, IN_TURNS, KNOBS, MATRIX_FIRST, Knobs, KnobValue
+from hadagen.plan.knobs import AHEAD, ALONE, HADAMARD, IN_TURNS, KNOBS, MATRIX_FIRST, TOGETHER, Knobs, KnobValue
 from hadagen.plan.legality import RULES, Context, Rules, Why, footprint, halves_in_bulk
 from hadagen.plan.steps.base import PACKED, Draft
-from hadagen.plan.steps.matrix import COLUMN_BITS, VECTOR, Matrix, Multiplies
-from hadagen.plan.steps.product import PRODUCT_COLUMNS, WARPS, Product
+from hadagen.plan.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Matrix, Multiplies
+from hadagen.plan.steps.product import PRODUCT_COLUMNS, BoxProduct, Product
 from hadagen.problem.problem import LEAST_LENGTH, DType, Rows
 
 
-def _draft(c: Context, k: Knobs) -> tuple[Draft, Multiplies | Product]:
+def _draft(c: Context, k: Knobs) -> tuple[Draft, Multiplies | BoxProduct]:
     """The plan, and its step that multiplies by the matrix."""
     draft = footprint(c.problem, k).plan
-    return draft, next(step for step in draft.steps if isinstance(step, Multiplies | Product))
+    return draft, next(step for step in draft.steps if isinstance(step, Multiplies | BoxProduct))
 
 
 MATRIX_RULES = Rules()
@@ -40,10 +40,10 @@ MATRIX_RULES += [rule for rule in RULES if rule.last in ("stages", "ahead", "tri
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return "a real matrix comes first (first must be matrix)" if c.problem.transform.real else None
-    if c.problem.prologue:
-        return "a prologue computes what threads have loaded (first must be hadamard)"
-    if "wgmma" not in c.arch.features:
-        return "the arch has no wgmma (first must be hadamard)"
+    if c.has_wide_prologue and c.problem.io.input is DType.FLOAT16:
+        return "float16 is not multiplied in two parts (first must be hadamard)"
+    if "cp_async" not in c.arch.features:
+        return "the arch has no cp_async (first must be hadamard)"
     if k.chunks > 1 or k.warps > 1:
         return "where the matrix comes first, a block has its warps for one row (chunks and warps must be 1)"
     return None
@@ -56,18 +56,25 @@ def _(c: Context, k: Knobs) -> str | None:
     most = PRODUCT_COLUMNS[-1]
     if not VECTOR <= c.problem.length >> k.fold <= most:
         return f"a product has from {VECTOR} to {most} columns of a row (fold must be another, or first hadamard)"
-    draft, _ = _draft(c, k)
-    if 32 * draft.warps > (limit := c.arch.limits.threads_per_block):
+    limit = c.arch.limits.threads_per_block
+    if c.problem.order << k.fold > limit // 32 * OPERAND_SIDE:
         return f"more than {limit} threads per block (fold must be less)"
     return None
 
 
-@MATRIX_RULES.first_only("products")
+@MATRIX_RULES.rule("products")
 def _(c: Context, k: Knobs) -> str | None:
+    if k.products == ALONE and c.has_wide_prologue:
+        return "a warp alone multiplies no values in two parts (products must not be alone)"
+    if k.products == ALONE and c.problem.transform.real:
+        return "a real matrix is multiplied by four warps together (products must not be alone)"
     if k.first == HADAMARD:
-        return "all warps multiply what they have"
-    draft, _ = _draft(c, k)
-    return "four warps have all rows" if draft.warps == WARPS and k.products == IN_TURNS else None
+        return None if k.products == TOGETHER else "all warps multiply what they have (products must be together)"
+    draft, product = _draft(c, k)
+    if lacking := min(product.features(c.problem.io.input, PACKED) - c.arch.features, default=""):
+        return f"the arch has no {lacking} (products must be another)"
+    all_rows = k.products == IN_TURNS and draft.warps == Product.together
+    return "four warps have all rows (products must be together)" if all_rows else None
 
 
 @MATRIX_RULES.rule("rows")
@@ -86,7 +93,13 @@ _of_product("slabs", 1)
 _of_product("exchange_carrier", PACKED)
 _of_product("load", "cp_async")
 _of_product("grid", "persistent")
-_of_product("stages", 2, 3, 4)
+
+
+@MATRIX_RULES.rule("stages")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.first == HADAMARD or k.products == ALONE or k.stages > 1:
+        return None
+    return "a box is loaded while warps multiply another one together (stages must be 2 or more, or products alone)"
 
 
 @MATRIX_RULES.rule("stages")

@@ -98,6 +98,29 @@ HADAGEN_INLINE u32 pair_signs(const void* signs, u32 vector, u32 pair, bool insi
     return (bits | bits << 15) << (15 - 2 * pair) & 0x80008000u;
 }
 
+// d = A · X, for a warp that has 16 rows of A, by mma: d and X as in `multiply_boxes`, which takes four warps and ends later.
+template <class T, int count, u32 steps>
+HADAGEN_INLINE void multiply_boxes_alone(float (&d)[count], const Operand (&a)[steps], const byte* boxes) {
+    constexpr u32 half = count / 2;
+    const u32 lane = thread_index() & 31u;
+#pragma unroll
+    for (int i = 0; i < count; ++i) d[i] = 0.0f;
+#pragma unroll
+    for (u32 k = 0; k < steps; ++k)
+#pragma unroll
+        for (u32 vector = 0; vector < count / 4; vector += 2) {  // two of a row at once
+            u32 x[4];
+            load_columns(x, boxes + 2048 * (steps * (vector / 8) + k) + 128 * (lane % 16) + 16 * ((vector % 8 + lane / 16) ^ lane % 8));
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                float* const upper = d + 2 * (vector + i), * const lower = upper + half;
+                float sums[4] = {upper[0], upper[1], lower[0], lower[1]};
+                mma<T>(sums, a[k], x[2 * i], x[2 * i + 1]);
+                upper[0] = sums[0], upper[1] = sums[1], lower[0] = sums[2], lower[1] = sums[3];
+            }
+        }
+}
+
 // ---- fp32 values ---------------------------------------------------------------------------------------------------
 // x, but no less than `least`, or no more than `most`; NaN stays NaN.
 HADAGEN_INLINE float at_least(float x, float least) { return x < least ? least : x; }

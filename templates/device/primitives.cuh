@@ -432,6 +432,14 @@ HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
                  : "memory");
 }
 
+// The same, each matrix transposed, as the right operands of two mma.
+HADAGEN_INLINE void load_columns(u32 (&words)[4], const byte* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
@@ -505,7 +513,11 @@ HADAGEN_INLINE void bulk_prefetch(const void* global, u32 bytes) {
                      : "memory");                                                                                      \
     }
 // Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
+#if __CUDA_ARCH__ >= 900
 HADAGEN_BARRIER_WAIT(barrier_wait, "mbarrier.try_wait.parity.shared::cta.b64")
+#else  // asks again at once, instead of being woken
+HADAGEN_BARRIER_WAIT(barrier_wait, "mbarrier.test_wait.parity.shared::cta.b64")
+#endif
 // The same where other blocks have stored.
 HADAGEN_BARRIER_WAIT(remote_barrier_wait, "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64")
 #undef HADAGEN_BARRIER_WAIT
@@ -582,14 +594,15 @@ HADAGEN_WGMMAS(bfloat16, "bf16")
 
 // Starts d = A · X, for four warps that each have 16 rows of A. A thread gets rows lane / 4 and lane / 4 + 8 of its warp, those behind
 // these; of each, columns 2 (lane % 4) and the next of every eight. X: boxes of 64 columns and `16 steps` rows of 128 bytes.
-// A is the sum of `pieces` matrices, whose operands come one behind the other.
-template <class T, u32 pieces = 1, int count, u32 operands>
+// A is the sum of `pieces` matrices, whose operands come one behind the other, and X the sum of `planes` matrices, whose boxes do.
+template <class T, u32 pieces = 1, u32 planes = 1, int count, u32 operands>
 HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[operands], const byte* boxes) {
-    constexpr u32 steps = operands / pieces;
+    constexpr u32 steps = operands / pieces, plane = count / 32 * 128 * steps;  // in 16 bytes
     const Boxes all = boxes_of(boxes, 16 * steps);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (u32 k = 0; k < operands; ++k) wgmma<T>(d, a[k], all, 128 * (k % steps), k == 0);
+    for (u32 k = 0; k < operands * planes; ++k)
+        wgmma<T>(d, a[k % operands], all, 128 * (k % steps) + k / operands * plane, k == 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Waits until d is there, and the boxes may be written again.

@@ -276,7 +276,7 @@ constexpr u32 swizzled_alignment = 1024;  // of boxes
 // The boxes that a warp's latest product reads.
 Span boxes_read(const Thread* lanes) {
     const Product& first = lanes[0].products.back();
-    const u32 bytes = 2 * first.count / box_columns * step_rows * first.steps * box_row_bytes;
+    const u32 bytes = first.planes * 2 * first.count / box_columns * step_rows * first.steps * box_row_bytes;
     return {shared_offset(first.boxes, bytes, swizzled_alignment / 8), bytes};
 }
 
@@ -324,9 +324,13 @@ void multiply_boxes(Thread* lanes) {
     for (u32 k = 0; k < depth; ++k)
         for (u32 column = 0; column < columns; ++column) {
             const u32 within = column % box_columns, vector = within / 8 ^ k % 8;
-            u16 bits;
-            std::memcpy(&bits, first.boxes + (column / box_columns * depth + k) * box_row_bytes + 16 * vector + 2 * (within % 8), 2);
-            const double x = first.decode(bits);
+            double x = 0.0;
+            for (u32 plane = 0; plane < first.planes; ++plane) {
+                const u32 box = plane * (columns / box_columns) + column / box_columns;
+                u16 bits;
+                std::memcpy(&bits, first.boxes + (box * depth + k) * box_row_bytes + 16 * vector + 2 * (within % 8), 2);
+                x += first.decode(bits);
+            }
             for (u32 row = 0; row < 16; ++row) sums[row * columns + column] += a[row * depth + k] * x;
         }
     for (u32 lane = 0; lane < warp_lanes; ++lane) {

@@ -228,18 +228,22 @@ u32 shuffle(u32 value, u32 from_lane) {
     return operand.value;
 }
 
-void spread_rows(const Vec16& row, u32 (&words)[4]) {
+void spread_rows(const Vec16& row, u32 (&words)[4], bool transposed) {
     struct Rows {
         const Vec16& row;
         u32 (&words)[4];
-    } operand{row, words};
+        bool transposed;
+    } operand{row, words, transposed};
     meet_warp(at_rows, &operand, [](Thread* lanes) {
         const auto of = [&](u32 lane) -> Rows& { return *static_cast<Rows*>(lanes[lane].operand); };
-        const auto element = [&](u32 lane, u32 i) { return of(lane).row.word[i / 2] >> 16 * (i % 2) & 0xFFFFu; };
+        const auto element = [&](u32 first, u32 row, u32 column) {
+            if (of(0).transposed) std::swap(row, column);
+            return of(first + row).row.word[column / 2] >> 16 * (column % 2) & 0xFFFFu;
+        };
         for (u32 lane = 0; lane < warp_lanes; ++lane)
             for (u32 i = 0; i < 4; ++i) {
                 const u32 group = lane / 4, first = 8 * i, at = lane % 4 * 2;
-                of(lane).words[i] = element(first + group, at) | element(first + group, at + 1) << 16;
+                of(lane).words[i] = element(first, group, at) | element(first, group, at + 1) << 16;
             }
     });
 }

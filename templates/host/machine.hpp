@@ -28,8 +28,8 @@ u32 shuffle(u32 value, u32 from_lane);
 void mma(float (&d)[4], const float (&a)[8], const float (&b)[4]);
 void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]);
 // Each lane gives a row of an 8×8 matrix of 16-bit elements, lanes 8i … 8i + 7 those of matrix i. It gets elements
-// 2t and 2t + 1 of row lane / 4 of each matrix, t = lane % 4.
-void spread_rows(const Vec16& row, u32 (&words)[4]);
+// 2t and 2t + 1 of row lane / 4 of each matrix, t = lane % 4; of each transposed matrix where that is asked.
+void spread_rows(const Vec16& row, u32 (&words)[4], bool transposed);
 
 // Collectives of the warp, the block and the cluster that order accesses to memory.
 void warp_sync();
@@ -71,6 +71,7 @@ struct Product {
     const u32* words;  // four for each step and piece
     u32 steps;
     u32 pieces;  // whose sum is the left operand
+    u32 planes;  // whose sum is the right operand
     const byte* boxes;
     float (*decode)(u16);
 };

@@ -273,7 +273,11 @@ HADAGEN_INLINE void shared_store4(byte* shared, u32 word) { machine::shared_stor
 
 // Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the left operand of an mma (ldmatrix).
 HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
-    machine::spread_rows(machine::shared_load(row), words);
+    machine::spread_rows(machine::shared_load(row), words, false);
+}
+// The same, each matrix transposed, as the right operands of two mma.
+HADAGEN_INLINE void load_columns(u32 (&words)[4], const byte* row) {
+    machine::spread_rows(machine::shared_load(row), words, true);
 }
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
@@ -329,9 +333,9 @@ HADAGEN_INLINE byte* boxes_in(byte* shared) { return shared + 1024 - (reinterpre
 // Starts d = A · X, for four warps that each have 16 rows of A. A thread gets rows lane / 4 and lane / 4 + 8 of its warp, those
 // behind these; of each, columns 2 (lane % 4) and the next of every eight. X: boxes of 64 columns and `16 steps` rows of 128
 // bytes, whose vectors are swizzled. A is the sum of `pieces` matrices, whose operands come one behind the other.
-template <class T, u32 pieces = 1, int count, u32 operands>
+template <class T, u32 pieces = 1, u32 planes = 1, int count, u32 operands>
 HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[operands], const byte* boxes) {
-    machine::begin_product({d, u32(count), a[0].word, operands / pieces, pieces, boxes, [](u16 bits) { return decode<T>(bits); }});
+    machine::begin_product({d, u32(count), a[0].word, operands / pieces, pieces, planes, boxes, [](u16 bits) { return decode<T>(bits); }});
 }
 // Waits until d is there, and the boxes may be written again.
 template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) { machine::end_product(d); }

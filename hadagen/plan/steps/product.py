@@ -1,8 +1,9 @@
 """The steps of a transform that multiplies by its matrix first.
 
 A row of x is a matrix X of order × length elements, and the transform is A · X · H, times the scale. `LoadBoxes` brings
-X to shared memory as it is. `Product` multiplies it by A, on the tensor cores of warps in fours, and leaves sums in
-fp32. Then steps for bits transform the columns that each thread has. So the only rounding is that of the result.
+X to shared memory as it is. `Product` multiplies it by A on the tensor cores, with warps in fours, or `WarpProduct`
+with each warp alone, and leaves sums in fp32. Then steps for bits transform the columns that each thread has. So the
+only rounding is that of the result.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from hadagen.plan.layout import (
     swaps,
 )
 from hadagen.plan.steps.base import (
+    BARRIERS,
     FP32,
     PACKED,
+    SPLIT,
     WARP_BYTES,
     WARP_VECTOR_BYTES,
     Coordinates,
@@ -48,19 +51,18 @@ from hadagen.problem.problem import DType, Numerics
 if TYPE_CHECKING:
     from hadagen.plan.steps.values import TileValues
 
-# wgmma.m64nNk16 (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): the warps that carry it out together,
-# the rows of its left operand, and the numbers of columns that hadagen has it for.
-WARPS, PRODUCT_ROWS = 4, 64
+# The numbers of columns that hadagen has a product for, by wgmma.m64nNk16 (PTX ISA, "Asynchronous Warpgroup Level
+# Matrix Instructions") or by mma.m16n8k16.
 PRODUCT_COLUMNS = (64, 128, 256)
 BOX_COLUMNS = 64  # of 16-bit values in the 128 bytes of a swizzled row
 _BOX_ROW_BYTES = 128
-_ALIGNED = 1024  # swizzled rows repeat after so many bytes, where boxes begin
+_ALIGNED = 1024  # swizzled rows repeat after so many bytes, where boxes of wgmma begin
 _MORE_REGISTERS = 12  # of a thread, besides `OVERHEAD_REGISTERS`, as compiled kernels have
 
 
 @dataclass(frozen=True)
 class LoadBoxes(Load):
-    """Global memory → shared memory, for `Product`: boxes of 64 columns of X, whose rows are swizzled.
+    """Global memory → shared memory, for `BoxProduct`: boxes of 64 columns of X, whose rows are swizzled.
 
     A row of a box has 128 bytes. Its 16-byte vector v lies where vector v XOR (row mod 8) would lie otherwise, so that
     neither rows nor columns meet in a bank. Each thread flips the signs of the vectors that it has copied.
@@ -70,48 +72,45 @@ class LoadBoxes(Load):
     template = "product.cu.j2"
 
     def regions(self, plan: Draft) -> Iterator[Region]:
-        yield Region("barriers", _ALIGNED)
+        assert isinstance(plan.tile, BoxProduct)
+        yield Region("barriers", plan.tile.boxes_from)
         yield Region("stages", self.stages * plan.stage_bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         yield from super().faults(plan, at)
         if self.path != "cp_async":
             yield "only asynchronous copies of vectors swizzle rows (load must be cp_async)"
-        if self.stages < 2:
+        if self.stages < 2 and not isinstance(plan.tile, WarpProduct):
             yield "a box is loaded while another one is multiplied (stages must be 2 or more)"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        vectors = plan.tile.vectors(plan)
+        vectors = plan.tile.vectors(plan) * plan.width
         return Cost(3 * vectors + 30, shared_bytes=vectors * WARP_VECTOR_BYTES, waits={"shared": 1, "block sync": 1})
 
 
 @dataclass(frozen=True)
-class Product(Step, Tile):
-    """A times what `LoadBoxes` left in shared memory, by wgmma. The sums stay in fp32.
+class BoxProduct(Step, Tile):
+    """A times what `LoadBoxes` left in shared memory. The sums stay in fp32. The base class of `Product` and
+    `WarpProduct`.
 
     The entries of a real matrix come in two pieces of 16 bits, both of which are multiplied; in `fast`, the first piece
     of more than 64 rows alone. The matrix takes in the H of the upper `fold` bits of a column: A ⊗ H, times a matrix of
-    2^fold times as many, shorter rows. Four warps multiply by 64 rows of it; the number of a row is in three lane bits,
-    a register bit and the warp. The lowest bit of a column is at `pair`, the next two are in lanes, and the others in
-    registers.
+    2^fold times as many, shorter rows. A warp has 16 rows of it; the number of a row is in three lane bits, a register
+    bit and the warp. The lowest bit of a column is at `pair`, the next two are in lanes, and the others in registers.
     """
-
-    name = "Product"
-    labels = "fold rows in_turns"
 
     fold: int
     rows: int = 1  # of x, whose columns lie side by side
-    in_turns: bool = False  # whether four warps begin when the four before them have begun
 
+    together: ClassVar[int]  # warps that carry out a product together
+    boxes_from: ClassVar[int] = BARRIERS.size  # bytes of shared memory before the boxes
     template = "product.cu.j2"
     operands = MATRIX, *SIGNS
-    takes = PACKED
     leaves = FP32
     holds_all = True
     is_product = True
     flips = (True, False)
     warps_part = True
-    ahead: ClassVar[bool] = False  # whether a warp begins the product of the next tile before it transforms this one
 
     def order(self, plan: Draft) -> int:
         """Rows of the matrix that it multiplies by."""
@@ -132,8 +131,13 @@ class Product(Step, Tile):
     def pieces(self, plan: Draft) -> int:
         """Tables of numbers whose sum it multiplies by."""
         # By few rows, warps multiply twice in the time in which they would otherwise wait for memory.
-        rounds = plan.problem.io.numerics is Numerics.FAST and plan.problem.order > PRODUCT_ROWS
+        rounds = plan.problem.io.numerics is Numerics.FAST and plan.problem.order > self.together * OPERAND_SIDE
         return PIECES if plan.problem.transform.real and not rounds else 1
+
+    def planes(self, plan: Draft) -> int:
+        """The number of sets of boxes in a stage whose sum is X."""
+        is_split = any(step.computes and step.leaves == SPLIT for step in plan.steps)
+        return 2 if is_split and self.together > 1 and plan.problem.io.input is DType.BFLOAT16 else 1
 
     def axes(self, before: Placement) -> tuple[Axis, ...]:
         columns = sorted((place for place in before.axes if place.kind == "column"), key=lambda place: place.index)
@@ -154,12 +158,11 @@ class Product(Step, Tile):
     def multiplies(self) -> str:
         return "factor 1"
 
-    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
-        return frozenset({"wgmma"})
-
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if not isinstance(plan.load, LoadBoxes):
             yield "it multiplies what lies in boxes"
+        if plan.carriers[at] != PACKED and (plan.carriers[at] != SPLIT or self.planes(plan) == 1):
+            yield f"it takes packed values, or bfloat16 in two parts, but finds {plan.carriers[at] or 'none'}"
         if self.columns(plan) not in PRODUCT_COLUMNS:
             numbers = ", ".join(map(str, PRODUCT_COLUMNS))
             yield f"it has {self.columns(plan)} columns instead of {numbers} (rows or fold must be another)"
@@ -174,14 +177,7 @@ class Product(Step, Tile):
         values.rename(self.renamed(plan))
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return Product.name, self.fold
-
-    def cost(self, plan: Draft, carrier: str) -> Cost:
-        steps = self.pieces(plan) * self.operands_in_slab(plan)
-        # In mma.m16n8k16, of which the tensor cores carry out one and a half in the time that the model counts for one.
-        mma = steps * self.columns(plan) / 8 / 1.5
-        waits = {"shared": 2, "block sync": 1} | ({} if self.ahead else {"mma": steps})
-        return Cost(4 * steps + 40, mma=round(mma), waits=waits)
+        return self.name, self.fold
 
     def sentence(self, bits: str) -> str:
         return "matrix of the transform" + (f", which takes in bits {bits}" if bits else "")
@@ -198,15 +194,18 @@ class Product(Step, Tile):
             "steps": self.operands_in_slab(plan),
             "real": real,
             "pieces": self.pieces(plan),
+            "planes": self.planes(plan),
             "padded": self._padded(plan),
             "box_bytes": _BOX_ROW_BYTES * self._padded(plan),
+            "plane_bytes": self.plane_bytes(plan),
             "boxes": self.columns(plan) // BOX_COLUMNS,
             "rows_at_once": 32 * plan.warps // 8,  # of a box, in each of which eight threads copy
             "slabs_given": -(-plan.problem.order // OPERAND_SIDE),
+            "spare_warps": plan.warps > self.operands_in_slab(plan),
             "stages": plan.load.stages,
-            "in_turns": self.in_turns,
-            "ahead": self.ahead,
-            "takers": plan.warps // WARPS,
+            "in_turns": False,
+            "ahead": False,
+            "alone": self.together == 1,
             **power,
             **lift,
         }
@@ -217,7 +216,7 @@ class Product(Step, Tile):
 
     def _fills_warps(self, plan: Draft) -> bool:
         """Whether the matrix has all rows that the warps multiply by."""
-        return self.order(plan) % PRODUCT_ROWS == 0
+        return self.order(plan) % (OPERAND_SIDE * self.together) == 0
 
     # ---- as the tile -------------------------------------------------------------------------------------------------
     def held_from(self, plan: Draft) -> int:
@@ -229,7 +228,7 @@ class Product(Step, Tile):
         return Placement({**columns, ROW: Axis(plan.problem.order, plan.problem.length), **rows})
 
     def warps(self, plan: Draft) -> int:
-        return WARPS * -(-self.order(plan) // PRODUCT_ROWS)
+        return self.together * -(-self.order(plan) // (OPERAND_SIDE * self.together))
 
     def vectors(self, plan: Draft) -> int:
         """16-byte vectors of a tile that a thread copies."""
@@ -238,14 +237,20 @@ class Product(Step, Tile):
     def eights(self, plan: Draft) -> int:
         return self.columns(plan) // 16
 
-    def staged_bytes(self, plan: Draft) -> int:
+    def plane_bytes(self, plan: Draft) -> int:
         return self.columns(plan) // BOX_COLUMNS * _BOX_ROW_BYTES * self._padded(plan)
+
+    def staged_bytes(self, plan: Draft) -> int:
+        return max(plan.width, self.planes(plan)) * self.plane_bytes(plan)
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
         of = plan.problem.transform
         signs = self.vectors(plan) + self.eights(plan) if of.real and of.signed else 0
-        sums = self.columns(plan) // 2 << self.ahead
-        return sums + 4 * self.pieces(plan) * self.operands_in_slab(plan) + signs + _MORE_REGISTERS
+        return self.sums(plan) + 4 * self.pieces(plan) * self.operands_in_slab(plan) + signs + _MORE_REGISTERS
+
+    def sums(self, plan: Draft) -> int:
+        """Registers of a thread for sums."""
+        return self.columns(plan) // 2
 
     def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
         length = self.length(plan)
@@ -301,12 +306,72 @@ class Product(Step, Tile):
 
 
 @dataclass(frozen=True)
+class Product(BoxProduct):
+    """The product by wgmma, which four warps carry out together."""
+
+    name = "Product"
+    labels = "fold rows in_turns"
+
+    in_turns: bool = False  # whether four warps begin when the four before them have begun
+
+    together = 4
+    boxes_from = _ALIGNED
+    ahead: ClassVar[bool] = False  # whether a warp begins the product of the next tile before it transforms this one
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"wgmma"})
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return Product.name, self.fold
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        steps = self.pieces(plan) * self.planes(plan) * self.operands_in_slab(plan)
+        # In mma.m16n8k16, of which the tensor cores carry out one and a half in the time that the model counts for one.
+        mma = steps * self.columns(plan) / 8 / 1.5
+        waits = {"shared": 2, "block sync": 1} | ({} if self.ahead else {"mma": steps})
+        return Cost(4 * steps + 40, mma=round(mma), waits=waits)
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        own = {"in_turns": self.in_turns, "ahead": self.ahead, "takers": plan.warps // self.together}
+        return super().view(plan, at) | own
+
+    def sums(self, plan: Draft) -> int:
+        return super().sums(plan) << self.ahead
+
+
+@dataclass(frozen=True)
 class ProductAhead(Product):
     """The product of this tile, which is under way since the tile before, and the start of the next tile's. So tensor
     cores multiply while the same warps transform."""
 
     name = "ProductAhead"
     ahead = True
+
+
+@dataclass(frozen=True)
+class WarpProduct(BoxProduct):
+    """The product by mma, which each warp carries out alone."""
+
+    name = "WarpProduct"
+    labels = "fold rows"
+
+    together = 1
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        yield from super().faults(plan, at)
+        if plan.problem.transform.real:
+            yield "a real matrix is multiplied by four warps together (products must not be alone)"
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"mma_bf16", "bf16x2_fma"} if dtype is DType.BFLOAT16 else {"mma_f16"})
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        steps = self.operands_in_slab(plan)
+        mma = steps * self.columns(plan) // 8
+        loads = mma // 2  # of the right operands of two mma
+        # Each latency counts twice, because a block has few warps to hide it: as kernels on an H100 took.
+        waits = {"mma": 2 * steps, "shared": steps, "block sync": 1}
+        return Cost(mma + loads + 40, mma=mma, shared_bytes=WARP_VECTOR_BYTES * loads, waits=waits)
 
 
 @dataclass(frozen=True)
