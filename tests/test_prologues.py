@@ -10,7 +10,7 @@ import pytest
 import torch
 from command_line import run, sentence, succeed
 from spaces import ARCH
-from test_new_source import Emulated, launched
+from test_new_source import Emulated, MadeUp, launched
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
@@ -465,6 +465,21 @@ def test_traces(way: str) -> None:
                 assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
+def test_torch_fx_records_calls() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return OF(hadamard_transform(x, 0.1, before=NUMBERED).repeat(1, 2), before=V)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
+            return False
+
+    module, x = Module(), wide(3, 2 * N)
+    module.of = OF
+    traced = torch.fx.GraphModule(module, Tracer().trace(module))
+    check_alike(traced(x), module(x))
+
+
 def call_outside(call: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
     with torch.utils._python_dispatch._disable_current_modes():
         return call(x)
@@ -613,6 +628,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: OF(X[:, :N].clone().requires_grad_(), before=Gelu(), inplace=True), TensorError, "x is a leaf"),
     (lambda: OF(X[:1, :N].expand(4, N), before=Gelu(), inplace=True), TensorError, "share memory"),
+    (lambda: OF(X, before=MadeUp()), UsageError, "before = made_up has tensors of its own, gate, weight, total, which"),
     (lambda: OF.inverse(X, before=V), TypeError, "before"),
 ]
 
