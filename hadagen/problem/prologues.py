@@ -404,7 +404,7 @@ def name_of(before: Any) -> str:
     anything else."""
     name = "" if before is None else before.name if isinstance(before, Prologue) else before
     check_prologue(name)
-    return name  # type: ignore[no-any-return]
+    return str(name)
 
 
 def check_prologue(name: Any) -> None:
