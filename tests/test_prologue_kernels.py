@@ -47,8 +47,15 @@ FAMILIES = {
     "n896-k28-after-silu_mul-bfloat16-to-fp8_row_896-accurate": (PLAIN, {"warps": 1, "load": "bulk"}),
     "n896-k28-signed-after-gelu_quick_mul-float16-accurate": (PLAIN, {"warps": 1, "load": "bulk", **AHEAD}),
     "n160-k20-signed-after-silu_mul_interleaved_rounded-bfloat16-accurate": (PLAIN,),
-    "n1536-k12-signed-after-silu_mul-bfloat16-to-fp8_row_1536-accurate": ({**FIRST, "fold": 1},),
-    "n4096-k64-after-gelu_tanh_mul-bfloat16-to-mxfp4_32-accurate": (FIRST, {**FIRST, "products": "ahead"}),
+    "n1536-k12-signed-after-silu_mul-bfloat16-to-fp8_row_1536-accurate": (
+        {**FIRST, "fold": 1},
+        {**FIRST, "fold": 1, "products": "alone"},
+    ),
+    "n4096-k64-after-gelu_tanh_mul-bfloat16-to-mxfp4_32-accurate": (
+        FIRST,
+        {**FIRST, "products": "ahead"},
+        {**FIRST, "products": "alone", "stages": 1},
+    ),
     "n1536-k12-after-silu_mul_interleaved_rounded-float16-fast": ({**FIRST, "fold": 1, "products": "alone"},),
     "n96-k12-after-silu_mul_clamped-bfloat16-accurate": ({**FIRST, "rows": 8},),
     "n384-k12-after-relu2-bfloat16-to-mxfp4_32-accurate": (PLAIN, {"warps": 1, "load": "bulk"}),

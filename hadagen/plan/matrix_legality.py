@@ -64,10 +64,6 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("products")
 def _(c: Context, k: Knobs) -> str | None:
-    if k.products == ALONE and c.has_wide_prologue:
-        return "a warp alone multiplies no values in two parts (products must not be alone)"
-    if k.products == ALONE and c.problem.transform.real:
-        return "a real matrix is multiplied by four warps together (products must not be alone)"
     if k.first == HADAMARD:
         return None if k.products == TOGETHER else "all warps multiply what they have (products must be together)"
     draft, product = _draft(c, k)

@@ -98,24 +98,27 @@ HADAGEN_INLINE u32 pair_signs(const void* signs, u32 vector, u32 pair, bool insi
     return (bits | bits << 15) << (15 - 2 * pair) & 0x80008000u;
 }
 
-// d = A · X, for a warp that has 16 rows of A, by mma: d and X as in `multiply_boxes`, which takes four warps and ends later.
-template <class T, int count, u32 steps>
-HADAGEN_INLINE void multiply_boxes_alone(float (&d)[count], const Operand (&a)[steps], const byte* boxes) {
-    constexpr u32 half = count / 2;
+// d = A · X, for a warp that has 16 rows of A, by mma: d, X, pieces and planes as in `multiply_boxes`, which takes four warps
+// and ends later.
+template <class T, u32 pieces = 1, u32 planes = 1, int count, u32 operands>
+HADAGEN_INLINE void multiply_boxes_alone(float (&d)[count], const Operand (&a)[operands], const byte* boxes) {
+    constexpr u32 half = count / 2, steps = operands / pieces, box = 2048 * steps, plane = count / 32 * box;
     const u32 lane = thread_index() & 31u;
 #pragma unroll
     for (int i = 0; i < count; ++i) d[i] = 0.0f;
 #pragma unroll
-    for (u32 k = 0; k < steps; ++k)
+    for (u32 k = 0; k < steps * planes; ++k)
 #pragma unroll
         for (u32 vector = 0; vector < count / 4; vector += 2) {  // two of a row at once
+            const byte* const rows = boxes + plane * (k / steps) + box * (vector / 8) + 2048 * (k % steps);
             u32 x[4];
-            load_columns(x, boxes + 2048 * (steps * (vector / 8) + k) + 128 * (lane % 16) + 16 * ((vector % 8 + lane / 16) ^ lane % 8));
+            load_columns(x, rows + 128 * (lane % 16) + 16 * ((vector % 8 + lane / 16) ^ lane % 8));
 #pragma unroll
             for (u32 i = 0; i < 2; ++i) {
                 float* const upper = d + 2 * (vector + i), * const lower = upper + half;
                 float sums[4] = {upper[0], upper[1], lower[0], lower[1]};
-                mma<T>(sums, a[k], x[2 * i], x[2 * i + 1]);
+#pragma unroll
+                for (u32 piece = 0; piece < pieces; ++piece) mma<T>(sums, a[steps * piece + k % steps], x[2 * i], x[2 * i + 1]);
                 upper[0] = sums[0], upper[1] = sums[1], lower[0] = sums[2], lower[1] = sums[3];
             }
         }

@@ -57,6 +57,7 @@ PRODUCT_COLUMNS = (64, 128, 256)
 BOX_COLUMNS = 64  # of 16-bit values in the 128 bytes of a swizzled row
 _BOX_ROW_BYTES = 128
 _ALIGNED = 1024  # swizzled rows repeat after so many bytes, where boxes of wgmma begin
+_FEW_ROWS = 64  # of a real matrix, of which `fast` multiplies by both pieces
 _MORE_REGISTERS = 12  # of a thread, besides `OVERHEAD_REGISTERS`, as compiled kernels have
 
 
@@ -131,13 +132,13 @@ class BoxProduct(Step, Tile):
     def pieces(self, plan: Draft) -> int:
         """Tables of numbers whose sum it multiplies by."""
         # By few rows, warps multiply twice in the time in which they would otherwise wait for memory.
-        rounds = plan.problem.io.numerics is Numerics.FAST and plan.problem.order > self.together * OPERAND_SIDE
+        rounds = plan.problem.io.numerics is Numerics.FAST and plan.problem.order > _FEW_ROWS
         return PIECES if plan.problem.transform.real and not rounds else 1
 
     def planes(self, plan: Draft) -> int:
         """The number of sets of boxes in a stage whose sum is X."""
         is_split = any(step.computes and step.leaves == SPLIT for step in plan.steps)
-        return 2 if is_split and self.together > 1 and plan.problem.io.input is DType.BFLOAT16 else 1
+        return 2 if is_split and plan.problem.io.input is DType.BFLOAT16 else 1
 
     def axes(self, before: Placement) -> tuple[Axis, ...]:
         columns = sorted((place for place in before.axes if place.kind == "column"), key=lambda place: place.index)
@@ -357,18 +358,13 @@ class WarpProduct(BoxProduct):
 
     together = 1
 
-    def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        yield from super().faults(plan, at)
-        if plan.problem.transform.real:
-            yield "a real matrix is multiplied by four warps together (products must not be alone)"
-
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         return frozenset({"mma_bf16", "bf16x2_fma"} if dtype is DType.BFLOAT16 else {"mma_f16"})
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         steps = self.operands_in_slab(plan)
-        mma = steps * self.columns(plan) // 8
-        loads = mma // 2  # of the right operands of two mma
+        loads = steps * self.planes(plan) * self.columns(plan) // 16  # of the right operands of two mma
+        mma = 2 * self.pieces(plan) * loads
         # Each latency counts twice, because a block has few warps to hide it: as kernels on an H100 took.
         waits = {"mma": 2 * steps, "shared": steps, "block sync": 1}
         return Cost(mma + loads + 40, mma=mma, shared_bytes=WARP_VECTOR_BYTES * loads, waits=waits)
