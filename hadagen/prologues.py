@@ -126,7 +126,7 @@ def _number(value: Any, name: str, *, finite: bool = True) -> float:
     """The number as a float. Raises TypeError, and `UsageError` for one that float32 does not have."""
     if isinstance(value, bool) or not isinstance(value, REAL):
         raise TypeError(f"{name} is a {type(value).__name__}; pass a real number")
-    number = as_float(value)
+    number = as_float(cast(float, value))
     if math.isnan(number) or (abs(number) > _MOST and (finite or number < math.inf)):
         raise UsageError(f"{name} = {number} is not possible; pass a number up to {_MOST:.3g}")
     return number

@@ -8,12 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import run, sentence, succeed
 from spaces import ARCH
-from test_new_source import Emulated, launched
+from test_new_source import Emulated, MadeUp, launched
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
-from hadagen import Rotation, TensorError, UsageError, hadamard_transform, rotate_quantize
+from hadagen import (
+    Match,
+    Quantized,
+    Rotation,
+    TensorError,
+    UsageError,
+    best_config,
+    hadamard_transform,
+    rotate_quantize,
+    warmup,
+)
 from hadagen.compiler import codegen
 from hadagen.compiler.emulator import compile_host
 from hadagen.plan.space import Space, build_plan
@@ -21,6 +32,7 @@ from hadagen.problem.problem import Problem
 from hadagen.problem.prologues import ARITHMETIC, Prologue, parsed
 from hadagen.prologues import Arithmetic, Gelu, GeluMul, Mul, Relu2, SiluMul
 from hadagen.runtime import calls, kernels, streams, tables
+from hadagen.runtime import warmup as warming
 from hadagen.runtime.prologue_operator import OPERATOR, After, Before, applied, rotate_after
 from hadagen.runtime.rotate_arguments import RotateArguments
 
@@ -216,14 +228,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     launched.clear()
     tables.forget()
     monkeypatch.setattr(calls, "takes_kernels", lambda x: x.numel() > 0)
-    monkeypatch.setattr(kernels, "find", lambda kind, elements: kernel_of(kind.problem))
+    monkeypatch.setattr(
+        kernels, "find", lambda kind, elements: kernel_of(kind.problem) if kind.problem.prologue else None
+    )
     monkeypatch.setattr(streams, "raw_stream", lambda device: 0)
     monkeypatch.setattr(streams, "current_device", lambda: -1)
 
 
 @cache
 def kernel_of(problem: Problem) -> Emulated | None:
-    if not problem.prologue or not (seeds := Space(problem, ARCH).seeds()):
+    if not (seeds := Space(problem, ARCH).seeds()):
         return None
     source = codegen.render(build_plan(problem, seeds[0], ARCH))
     return Emulated(problem, source, compile_host([source]))
@@ -303,6 +317,28 @@ def _bits(each: torch.Tensor) -> torch.Tensor:
     return each.reshape(-1).view(torch.uint8)
 
 
+def test_a_kernel_computes_what_has_a_gradient(device: None) -> None:
+    x = wide(6, 8 * N, dtype=BF16)
+    for value in (V, SiluMul(layout="interleaved", limit=2, numerics="eager")):
+
+        def call(x: torch.Tensor, value: Prologue = value) -> torch.Tensor:
+            return SIGNED(x, before=value).float().square()
+
+        def again(x: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor] = call) -> torch.Tensor:
+            leaf = x.clone().requires_grad_()
+            (first,) = torch.autograd.grad(call(leaf).sum(), leaf, create_graph=True)
+            return torch.autograd.grad(first.float().square().sum(), leaf)[0]
+
+        launched.clear()
+        found, twice = gradient(call, x), again(x)
+        assert len(launched) == 2  # derivatives launch none with a prologue
+        assert torch.equal(SIGNED(x.clone().requires_grad_(), before=value), SIGNED(x, before=value))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(calls, "takes_kernels", lambda x: False)
+            torch.testing.assert_close(found, gradient(call, x), rtol=0.02, atol=0.3)
+            assert float((twice - again(x)).norm() / twice.norm()) < 0.02
+
+
 def test_what_no_kernel_takes_is_computed_in_pytorch(device: None) -> None:
     for dtype, columns, n in ((BF16, 4, 4), (BF16, 24, 24), (torch.float64, N, N), (HALF, 8, 8)):
         x, of = wide(3, 2 * columns, dtype=dtype), Rotation(n)
@@ -314,17 +350,81 @@ def test_what_no_kernel_takes_is_computed_in_pytorch(device: None) -> None:
     assert hadamard_transform(wide(0, 2 * N, dtype=HALF), before=V).shape == (0, N)
 
 
+@pytest.mark.parametrize("value", [V, SiluMul(limit=2, numerics="vllm")], ids=repr)
+@pytest.mark.parametrize("options", [{}, {"to": "mxfp8"}, {"to": "int8-row"}], ids=str)
+def test_warmup_finds_what_calls_find(
+    value: Prologue, options: dict[str, Any], device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels that have the prologue, and without."""
+    found: list[Any] = []
+    has_kernels = True
+
+    def note(kind: kernels.Kind, elements: int) -> Emulated | None:
+        found.append((kind, elements))
+        return kernel_of(kind.problem) if has_kernels or not kind.problem.prologue else None
+
+    monkeypatch.setattr(kernels, "find", note)
+    monkeypatch.setattr(kernels, "timed_of", lambda kind: [1] if has_kernels or not kind.problem.prologue else [])
+    monkeypatch.setattr(warming, "_warmed_device", lambda device: -1)
+    monkeypatch.setattr(warming, "cuda_device", lambda index: None)
+    monkeypatch.setattr(warming, "_row", lambda columns, dtype, index: torch.empty(1, columns, dtype=dtype))
+    for has_kernels in (True, False):
+        for before in (value, value.name):
+            found.clear()
+            warmup(SIGNED, BF16, rows=6, numerics="accurate", before=before, **options)
+            warmed = set(found)
+            found.clear()
+            tables.forget()
+            x = wide(6, 8 * N, dtype=BF16)
+            if options:
+                rotate_quantize(x, SIGNED, before=value, **options)
+            else:
+                SIGNED(x, before=value)
+            called = {each for each in found if has_kernels or not each[0].problem.prologue}
+            # If PyTorch makes codes of rows that a kernel rotated, the kernel writes over them.
+            assert {(kind._replace(in_place=True), size) for kind, size in called} <= {
+                (kind._replace(in_place=True), size) for kind, size in warmed
+            }
+            assert called
+
+
+def test_the_kernel_of_a_call_has_a_name() -> None:
+    asked = {"rows": 6, "arch": "sm90", "to": "mxfp8"}
+    best = best_config(256, "bfloat16", before=SiluMul(limit=7), **asked)
+    assert (best.match, best.problem.prologue) == (Match.ESTIMATED, "silu_mul_clamped")
+    assert best.launch is not None
+    assert best.launch.signature.endswith("u32 limit, u32 alpha, u32 beta")
+    by_name = best_config(256, "bfloat16", before="silu_mul_clamped", **asked)
+    assert (by_name.problem, by_name.kernel) == (best.problem, best.kernel)
+    of_rotation = best_config(SIGNED, "bfloat16", rows=6, arch="sm90", before=V)
+    assert of_rotation.problem.key == "n128-signed-after-silu_mul-bfloat16-accurate"
+    command = ["best", "--arch", "sm90", "--n", "128", "--rows", "8", "--dtype", "bfloat16", "--before", "silu_mul"]
+    form = ["--to", "mxfp8", "--columns", "256"]
+    key = "n128-after-silu_mul-bfloat16-to-mxfp8_32-accurate"
+    assert f"{key}, 16 rows" in succeed(*command, *form)
+    assert key in succeed("best", "--arch", "sm90", "--rows", "8", "--problem", key.replace("mxfp8_32", "mxfp8"))
+    wrong = run(*command[:-1], "silu_mull")
+    assert sentence(wrong, 2).startswith("prologue 'silu_mull' is not known; did you mean silu or silu_mul")
+    assert "no kernels for pitched rows" in sentence(run(*command, "--pitched"), 2)
+
+
 # ---- traces ----------------------------------------------------------------------------------------------------------
 NUMBERED = SiluMul(limit=7, alpha=1.702, beta=1, layout="interleaved", numerics="vllm")
 OF = Rotation(N, block=32, signs=[1, -1] * 16)
-WIDE = Rotation(2 * N)
+WIDE, ALONE = Rotation(2 * N), Gelu(approximate="tanh")
+
+
+def parts(q: Quantized) -> list[torch.Tensor]:
+    return [q.codes, q.scales]
+
+
 WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "transform": lambda x: hadamard_transform(x, 0.5, before=NUMBERED),
     "padded": lambda x: hadamard_transform(x[:, :48], 0.5, before=V),
     "rotation": lambda x: OF(x, before=NUMBERED),
-    "wide": lambda x: WIDE(x, before=Gelu(approximate="tanh")),
-    "codes": lambda x: [*rotate_quantize(x, OF, to="int8-row", before=NUMBERED)],
-    "swizzled": lambda x: [*rotate_quantize(x, None, to="mxfp4", layout="swizzled", before=V)],
+    "wide": lambda x: WIDE(x, before=ALONE),
+    "codes": lambda x: parts(rotate_quantize(x, OF, to="int8-row", before=NUMBERED)),
+    "swizzled": lambda x: parts(rotate_quantize(x, None, to="mxfp4", layout="swizzled", before=V)),
     "scaled": lambda x: [rotate_quantize(x, 32, to="fp8-tensor", tensor_scale=0.1, before=V).codes.view(torch.uint8)],
     "out": lambda x: OF(x, before=NUMBERED, out=torch.empty_like(x[:, :N])),
 }
@@ -363,6 +463,21 @@ def test_traces(way: str) -> None:
         if way not in ("rotation", "codes", "out"):
             for fake, real in zip(as_list(call(mode.from_tensor(x))), as_list(call_outside(call, x)), strict=True):
                 assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_torch_fx_records_calls() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return OF(hadamard_transform(x, 0.1, before=NUMBERED).repeat(1, 2), before=V)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
+            return False
+
+    module, x = Module(), wide(3, 2 * N)
+    module.of = OF
+    traced = torch.fx.GraphModule(module, Tracer().trace(module))
+    check_alike(traced(x), module(x))
 
 
 def call_outside(call: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
@@ -513,6 +628,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: OF(X[:, :N].clone().requires_grad_(), before=Gelu(), inplace=True), TensorError, "x is a leaf"),
     (lambda: OF(X[:1, :N].expand(4, N), before=Gelu(), inplace=True), TensorError, "share memory"),
+    (lambda: OF(X, before=MadeUp()), UsageError, "before = made_up has tensors of its own, gate, weight, total, which"),
     (lambda: OF.inverse(X, before=V), TypeError, "before"),
 ]
 

@@ -72,6 +72,10 @@ class Prologue:
             return parts
         return parts.movedim(0, -2 if self.is_halved else -1).flatten(-2).contiguous()
 
+    def takes_rows(self, problem: Problem) -> bool:
+        """Whether its kernels take the number of units in a row. If not, a row of its result is one unit."""
+        return any(param.name == "units_in_row" for param in self.params(problem))
+
     def params(self, problem: Problem) -> tuple[Param, ...]:
         """Params of its kernels for a problem, besides those of its operands: numbers of the kind u32."""
         return ()
@@ -400,7 +404,7 @@ def name_of(before: Any) -> str:
     anything else."""
     name = "" if before is None else before.name if isinstance(before, Prologue) else before
     check_prologue(name)
-    return name  # type: ignore[no-any-return]
+    return str(name)
 
 
 def check_prologue(name: Any) -> None:

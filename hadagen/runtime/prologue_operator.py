@@ -2,7 +2,8 @@
 
 One kernel does all of it if there is one that takes the tensors as they lie: without gaps, at addresses that are
 multiples of 16 bytes. Other tensors are copied. Where there is no kernel, PyTorch computes the formula of the prologue,
-and the operators of rotations and quantizers the rest. Derivatives are always those of PyTorch.
+and the operators of rotations and quantizers the rest. Derivatives are always those of PyTorch, also of results that a
+kernel computed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hadagen.runtime.calls import (
     ALIGNMENT,
     Run,
     has_only_memory,
+    has_tangent,
     launch_of,
     needs_derivative,
     numbers_for,
@@ -102,8 +104,8 @@ def rotate_after(
         if needs_derivative(each) or any(needs_derivative(tensor) for tensor in tensors):
             raise TensorError("x or out has a derivative, and out= has none; leave it out, or detach them")
     results = OPERATOR(tensors, before.prologue, *after.at())
-    for each, made in zip(out, results, strict=False):  # PyTorch's own copy, as traces and modes know it
-        each.copy_(made)
+    for at, each in enumerate(out):  # no zip of lists, which Dynamo of PyTorch 2.6 refuses for other lengths
+        each.copy_(results[at])
     return [*out, *results[len(out) :]]
 
 
@@ -222,7 +224,7 @@ def _results(
     if after.form and after.form.group == TENSOR:
         results.insert(1, no_scales(x))
     elif after.form and not is_asked:
-        results[:2] = as_asked(*results[:2], after.form)
+        results[:2] = as_asked(results[0], results[1], after.form)
     for each, value in zip(out, results, strict=False):
         each.copy_(value)
     return [*out, *results[len(out) :]]
@@ -244,7 +246,7 @@ def _run(x: torch.Tensor, before: Before, after: After) -> Run | None:
 def _run_of_rotation(x: torch.Tensor, of: RotateArguments, prologue: Prologue) -> Run | None:
     rows = result_like(x, prologue.width)
     problem = rotation_problem(rows, of, prologue=prologue.name)
-    numbers = problem and numbers_for(prologue, problem, rows)
+    numbers = None if problem is None else numbers_for(prologue, problem, rows)
     if problem is None or numbers is None:
         return None
     launch = launch_of(rows, of, problem, False, numbers, changing=[*prologue.written, *prologue.read])
@@ -298,9 +300,30 @@ def _with_derivatives(*arguments: Any) -> list[torch.Tensor]:
         _check(x, before, after)
         if after.form is not None:
             raise TensorError("x or what comes before has a derivative, which quantized codes do not have; detach it")
+        if calls.takes_kernels(x) and not before.of.operands and has_only_memory(x) and not has_tangent(x):
+            return [_ByKernel.apply(x, before, after)]  # type: ignore[no-untyped-call]
         return _in_pytorch(x, before, after, differentiable=True)
     with torch._C._AutoDispatchBelowAutograd():
         return OPERATOR(*arguments)
+
+
+class _ByKernel(torch.autograd.Function):
+    """The result by a kernel. It keeps x alone; PyTorch computes the formula again for derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, before: Before, after: After) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.options = before, after
+        return _results(x.detach(), before, after)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x,), again = ctx.saved_tensors, torch.is_grad_enabled()  # whether the derivative has a derivative
+        with torch.enable_grad():
+            given = x if again else x.detach().requires_grad_()
+            (y,) = _in_pytorch(given, *ctx.options, differentiable=True)
+            (found,) = torch.autograd.grad(y, given, gradient, create_graph=again)
+        return found, None, None
 
 
 def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:

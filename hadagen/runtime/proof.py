@@ -117,7 +117,9 @@ def _is_right(kernel: LoadedKernel, problem: Problem, columns: int, transposed: 
 
 
 def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format, size: float) -> bool:
-    columns = _UNITS * problem.unit
+    prologue = prologue_of(problem)
+    is_whole = prologue is not None and prologue.is_halved and not prologue.takes_rows(problem)
+    columns = problem.unit if is_whole else _UNITS * problem.unit
     rows = max(_tiles(kernel) * kernel.spec.tile_elements, _ELEMENTS) // columns | 1  # odd: the last tile is ragged
     case = _case(kernel, problem, rows, columns, False, size, torch.float32)
     x, device = case.x, case.x.device

@@ -488,7 +488,9 @@ class Rotation(SealedModule):
                 return cast(torch.Tensor, y)
         check_is_flag(batch_invariant, "batch_invariant")
         if stands_for_a_tensor(x) and not inplace and out is None:
-            return traced_after(x, before, self._options(x, False, 1.0, numerics, bool(batch_invariant)))
+            return cast(
+                torch.Tensor, traced_after(x, before, self._options(x, False, 1.0, numerics, bool(batch_invariant)))
+            )
         check_is_tensor(x, "x")
         check_destination(x, inplace, out)
         if not is_dynamo_compiling():

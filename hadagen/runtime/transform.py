@@ -76,7 +76,7 @@ def hadamard_transform(
         batch_invariant = BATCH_INVARIANT
     # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do. A
     # scale of a refused type must not be found because it equals a number.
-    options = scale, numerics, batch_invariant
+    options: tuple[Any, ...] = (scale, numerics, batch_invariant)
     if before is not None:
         options = *options, text_of(before)
     if is_plain(x) and isinstance(scale, REAL):
@@ -129,7 +129,8 @@ def _after(
     # Padded rows: kernels transform what PyTorch made of x. float32 has all values that are not rounded before.
     check_target(x, before, inplace, out)
     given = x if before.is_rounded or x.dtype == torch.float64 else x.float()
-    values = rotated_after(given, before, RotateArguments(*arguments, 1, False, False, 1.0, *options[1:]))
+    asked = options.numerics, options.batch_invariant
+    values = rotated_after(given, before, RotateArguments(*arguments, 1, False, False, 1.0, *asked))
     y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
     target = x if inplace else out
     return cast(torch.Tensor, y) if target is None else target.copy_(y)

@@ -246,7 +246,7 @@ class BoxProduct(Step, Tile):
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
         of = plan.problem.transform
-        signs = self.vectors(plan) + self.eights(plan) if of.real and of.signed else 0
+        signs = self.vectors(plan) if of.real and of.signed else 0
         return self.sums(plan) + 4 * self.pieces(plan) * self.operands_in_slab(plan) + signs + _MORE_REGISTERS
 
     def sums(self, plan: Draft) -> int:
