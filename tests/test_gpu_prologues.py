@@ -28,9 +28,7 @@ def wide(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.
 
 def ran(prologue: str) -> bool:
     """Whether a kernel with this prologue was found for a call."""
-    return any(
-        kernel is not None and kind.problem.prologue == prologue for (kind, _), kernel in tables.found.items()
-    )
+    return any(kernel is not None and kind.problem.prologue == prologue for (kind, _), kernel in tables.found.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
