@@ -122,6 +122,7 @@ def test_the_spread_needs_every_feature_and_calls_every_primitive() -> None:
     calls = [
         definition.sub(r"\1", primitives),
         headers["hadagen.cuh"],
+        headers["activations.cuh"],
         headers["codes.cuh"],
         *(render(plan).text for plan in plans),
     ]

@@ -361,7 +361,7 @@ PRIMITIVE_MUTATIONS = {
     ),
     "columns of a box swapped": ("matrix first, each warp alone", "x[2 * i], x[2 * i + 1]", "x[i], x[i + 2]"),
     "machine, rows of a box": ("matrix first, short rows", "within / 8 ^ k % 8", "within / 8"),
-    "machine, boxes side by side": ("matrix first, short rows", "column / box_columns * depth + k", "k"),
+    "machine, boxes side by side": ("matrix first, short rows", "+ column / box_columns;", ";"),
     "machine, rows of A": ("one mma", "a[group + 8 * (i / each % 2)]", "a[group ^ 8 * (i / each / 2)]"),
     "machine, columns of A": ("one mma", "each * t + i % each + depth / 2 * (i / each / 2)", "each * t + i % each"),
     "machine, shuffle": ("one mma", "of(lane)->value = values[lane]", "of(lane)->value = values[lane & 15]"),
