@@ -44,7 +44,8 @@ def lines(stats: dict[str, list[Any]], exitstatus: int, emulated: int, following
     if emulated:
         yield f"Kernels that ran on the CPU, in the emulator: {emulated}."
     passed, skipped = (
-        sum("gpu" in report.keywords for report in stats.get(outcome, ())) for outcome in ("passed", "skipped")
+        sum("gpu" in getattr(report, "keywords", ()) for report in stats.get(outcome, ()))  # files have none
+        for outcome in ("passed", "skipped")
     )
     if passed:
         yield f"Tests that need a GPU: {passed} passed."
