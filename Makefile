@@ -40,7 +40,7 @@ WITH_THESE := --no-build-isolation --check-build-dependencies
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tune test long-test nvrtc-test torch-test gpu-test sanitize lint typecheck archs format docs
+.PHONY: help setup tune test long-test nvrtc-test torch-test engine-test gpu-test sanitize lint typecheck archs format docs
 .PHONY: site wheel release clean
 
 help: ## list the targets
@@ -102,6 +102,17 @@ $(PTXAS):
 
 torch-test: $(TO_TEST) $(MODEL) ## test the runtime with other releases of PyTorch, which it downloads
 	$(PY) ci/torch_releases.py --jobs $(JOBS)
+
+# Projects that import what `hadagen.compat.provide` provides, without what they need for other things.
+ENGINES := build/engines/brevitas-0.13.4-modelopt-0.47.0
+
+engine-test: $(TO_TEST) $(ENGINES) ## test other projects on hadagen, which it downloads
+	HADAGEN_TEST_ENGINES=$(abspath $(ENGINES)) $(PY) -m pytest -n $(JOBS) tests/test_engines.py
+
+$(ENGINES):
+	@rm -rf $@
+	$(PIP) install --quiet --no-deps --target $@ brevitas==0.13.4 dependencies==2.0.1 unfoldNd==0.2.3 \
+		nvidia-modelopt==0.47.0 antlr4-python3-runtime==4.9.3 omegaconf==2.4.0 pulp==3.3.2 regex==2026.11.19 scipy==1.17.1
 
 gpu-test: $(TO_TEST) ## run the tests that need a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(call NEXT,make tune finds the fastest kernels for this GPU)
