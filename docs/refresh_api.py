@@ -14,6 +14,7 @@ MODULES = (
     "hadagen",
     "hadagen.presets",
     "hadagen.prologues",
+    "hadagen.compat",
     "hadagen.compat.fast_hadamard_transform",
     "hadagen.compat.hadacore",
     "hadagen.compat.quarot",

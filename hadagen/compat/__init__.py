@@ -60,8 +60,9 @@ def installed() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """The environment of a process that finds what is provided before all that is installed."""
-    given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != str(PROVIDED)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROVIDED), *given])}
+    given = dict(os.environ)
+    others = [each for each in given.get("PYTHONPATH", "").split(os.pathsep) if each and each != str(PROVIDED)]
+    return {**given, "PYTHONPATH": os.pathsep.join([str(PROVIDED), *others])}
 
 
 def _origin(name: str) -> str | None:
@@ -69,7 +70,7 @@ def _origin(name: str) -> str | None:
         spec = importlib.util.find_spec(name)
     except ValueError:  # a module that something made by hand
         return "an unknown place"
-    return spec and (spec.origin or "an unknown place")
+    return (spec.origin or "an unknown place") if spec else None
 
 
 def _is_provided(name: str) -> bool:
