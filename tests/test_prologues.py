@@ -516,6 +516,7 @@ def test_batches_of_vmap() -> None:
             torch.testing.assert_close(torch.vmap(call, dim)(x), wanted)
         of_rows = torch.vmap(torch.vmap(call))(x)
         torch.testing.assert_close(of_rows, call(x))
+        assert torch.equal(torch.vmap(call)(x[:0]), call(x[:0]))
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------

@@ -331,6 +331,14 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
     """Rows of a batch are rows of the operator if it has one input and no scales; else one call for each."""
     (of_x, *of_values), *of_others = in_dims
     tensors, *options = arguments
+    if not info.batch_size:  # nothing can be selected, but the shapes are those of any of the batch
+        one = tree_map(
+            lambda value, dim: value if dim is None else value.new_zeros(value.movedim(dim, 0).shape[1:]),
+            arguments,
+            in_dims,
+        )
+        made = [each.new_empty((0, *each.shape)) for each in OPERATOR(*one)]
+        return made, [0] * len(made)
     if of_values or any(dim is not None for dim in tree_leaves(of_others)) or After.taken(*options[1:]).form:
         results = [
             OPERATOR(*tree_map(lambda value, dim, i=i: value if dim is None else value.select(dim, i), arguments, dims))
