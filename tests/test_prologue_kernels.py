@@ -58,6 +58,9 @@ FAMILIES = {
     ),
     "n1536-k12-after-silu_mul_interleaved_rounded-float16-fast": ({**FIRST, "fold": 1, "products": "alone"},),
     "n96-k12-after-silu_mul_clamped-bfloat16-accurate": ({**FIRST, "rows": 8},),
+    "n48-k3-real-after-silu_mul-bfloat16-to-fp8_row_48-accurate": (
+        {**FIRST, "rows": 4, "stages": 4, "products": "ahead"},
+    ),
     "n384-k12-after-relu2-bfloat16-to-mxfp4_32-accurate": (PLAIN, {"warps": 1, "load": "bulk"}),
 }
 
