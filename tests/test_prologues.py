@@ -519,6 +519,18 @@ def test_batches_of_vmap() -> None:
         assert torch.equal(torch.vmap(call)(x[:0]), call(x[:0]))
 
 
+def test_a_tangent_far_below_zero_is_a_number_without_gradients_too() -> None:
+    x = torch.full((1, 16), -1e4)
+    with torch.no_grad():
+        _, tangent = torch.func.jvp(lambda x: Rotation(8)(x, before=V), (x,), (torch.ones_like(x),))
+    assert bool(tangent.isfinite().all())
+
+
+def test_an_arithmetic_of_a_list_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match=r"exp = \[\] is not supported; choose one of"):
+        Arithmetic(exp=[])  # type: ignore[arg-type]
+
+
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_gradients_are_those_of_the_formula(name: str, layout: str) -> None:
