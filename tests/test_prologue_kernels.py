@@ -16,10 +16,12 @@ from hadagen.measure import Cell
 from hadagen.measure.verify import Verifier
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space, build_plan
+from hadagen.problem.operands import verification_operands
 from hadagen.problem.problem import Problem
 from hadagen.problem.prologues import ACTIVATIONS, ARITHMETIC, LAYOUTS, Activated, named, reciprocal
 from hadagen.problem.regimes import Cache, Destination
 from hadagen.problem.trial import Outcome
+from hadagen.truth.reference import exact_results, input_classes, input_parts, verification_scale
 
 # Problem → choices of knobs, each the nearest legal one: ways to load, and forms of the values behind the prologue.
 PLAIN: dict[str, Any] = {}
@@ -58,6 +60,9 @@ FAMILIES = {
     ),
     "n1536-k12-after-silu_mul_interleaved_rounded-float16-fast": ({**FIRST, "fold": 1, "products": "alone"},),
     "n96-k12-after-silu_mul_clamped-bfloat16-accurate": ({**FIRST, "rows": 8},),
+    "n48-k3-real-after-silu_mul-bfloat16-to-fp8_row_48-accurate": (
+        {**FIRST, "rows": 4, "stages": 4, "products": "ahead"},
+    ),
     "n384-k12-after-relu2-bfloat16-to-mxfp4_32-accurate": (PLAIN, {"warps": 1, "load": "bulk"}),
 }
 
@@ -148,3 +153,13 @@ def test_bytes_are_those_of_both_halves() -> None:
     problem = Problem.parse("n128-after-silu_mul-bfloat16-to-fp8_group_128-accurate")
     traffic = Cell(1 << 20, Destination.OUT_OF_PLACE, Cache.COLD).traffic(problem)
     assert traffic.footprint == (4 << 20) + (1 << 20) + (1 << 20) // 128 * 4
+
+
+@pytest.mark.parametrize("activation", [each for each in ACTIVATIONS if each])
+def test_right_results_of_verifications_are_in_range(activation: str) -> None:
+    """The results of an activation alone have a mean other than 0, of which a transform makes one large value."""
+    for multiplies, dtype in product((True, False), ("float16", "bfloat16")):
+        problem = Problem.parse(f"n8192-after-{Activated(activation, multiplies).name}-{dtype}-accurate")
+        for name, parts in input_parts(problem, input_classes(problem, 3)).items():
+            exact, _ = exact_results(problem, parts, verification_scale(problem), verification_operands(problem))
+            assert abs(exact).max() < torch.finfo(getattr(torch, dtype)).max, name

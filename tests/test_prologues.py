@@ -304,6 +304,10 @@ def test_one_kernel_does_all_of_it(value: Prologue, of: Any, options: dict[str, 
         assert near(call(x, out=written), wanted)
     assert near(out[:1], wanted[:1])
     assert len(launched) == 8
+    if not options:  # an out with gaps, whose gaps stay as they are
+        held = torch.full((*wanted[0].shape[:-1], 2 * wanted[0].shape[-1]), 7, dtype=BF16)
+        assert torch.equal(call(x, out=held[..., ::2])[0], call(x)[0])
+        assert bool((held[..., 1::2] == 7).all())
     # For other numbers and other values the same options mean another call.
     if value == SiluMul(limit=2):
         limited = SiluMul(limit=0.5)
@@ -512,6 +516,19 @@ def test_batches_of_vmap() -> None:
             torch.testing.assert_close(torch.vmap(call, dim)(x), wanted)
         of_rows = torch.vmap(torch.vmap(call))(x)
         torch.testing.assert_close(of_rows, call(x))
+        assert torch.equal(torch.vmap(call)(x[:0]), call(x[:0]))
+
+
+def test_a_tangent_far_below_zero_is_a_number_without_gradients_too() -> None:
+    x = torch.full((1, 16), -1e4)
+    with torch.no_grad():
+        _, tangent = torch.func.jvp(lambda x: Rotation(8)(x, before=V), (x,), (torch.ones_like(x),))
+    assert bool(tangent.isfinite().all())
+
+
+def test_an_arithmetic_of_a_list_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match=r"exp = \[\] is not supported; choose one of"):
+        Arithmetic(exp=[])  # type: ignore[arg-type]
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------

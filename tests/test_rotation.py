@@ -1,6 +1,7 @@
 """`Rotation` in plain PyTorch: values, inverses, folding, storing, and its checks. No GPU needed."""
 
 import copy
+import gc
 import json
 import math
 import pickle
@@ -20,7 +21,7 @@ from test_runtime import BOUNDS, error, normal
 from hadagen import Rotation, hadamard_transform, rotate_quantize
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem.matrices import _TABLE, NAMES, find_matrix
-from hadagen.runtime import plain_transform
+from hadagen.runtime import named, plain_transform
 from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.rotation import operands_of
 
@@ -511,6 +512,22 @@ def test_moves_and_casts_keep_the_operands() -> None:
             assert move(Rotation(n, block=block)).matrix().device.type == "meta"
     a.zero_()
     assert torch.equal(model[1](x), wanted), "the matrix was not copied"
+
+
+def test_operands_of_rotations_that_are_gone_take_no_memory() -> None:
+    for seed in range(5):
+        rotation = Rotation(24, torch.randn(3, 3, generator=torch.Generator().manual_seed(seed)))
+        rotation(torch.ones(1, 24))
+    del rotation
+    gc.collect()
+    kept = Rotation(24, SINGULAR)
+    kept(torch.ones(1, 24))
+    assert not [each for each in named._stored.values() if any(memory.expired() for memory in each[0])]
+
+
+def test_a_real_matrix_without_values_has_the_transform_of_one_with_values() -> None:
+    matrix = torch.randn(12, 12)
+    assert Rotation(96, matrix.to("meta")).transform == Rotation(96, matrix).transform
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ LIBRARY, OBJECT = "kernels.so", "machine.o"  # the names of the built files in t
 
 RESIDENT_CLUSTERS = 2  # of the imagined device: few, so that a persistent grid loops
 PERSISTENT_TILES = 11  # in a verification: each cluster comes round often enough to use every stage twice
-STEPS_PER_ELEMENT = 30  # far more primitives than any kernel calls; beyond that it is taken to loop forever
+STEPS_PER_ELEMENT = 120  # far more primitives than any kernel calls; beyond that it is taken to loop forever
 VECTOR_BYTES = 16
 
 

@@ -124,7 +124,7 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
-            if (value := getattr(self, name)) not in words or isinstance(value, bool) is not (name == "sigmoid"):
+            if (value := getattr(self, name)) not in list(words) or isinstance(value, bool) is not (name == "sigmoid"):
                 known = list(words) if name != "sigmoid" else ["True", "False"]
                 raise UsageError(f"{name} = {shown(value)} is not supported; {choice(value, known)}")
 
@@ -171,7 +171,7 @@ def _silu(g: torch.Tensor, alpha: float, how: Arithmetic) -> torch.Tensor:
     inner = g * alpha if alpha != 1.0 else g
     e = torch.exp(-inner)
     value = g * (1 / (1 + e)) if how.sigmoid else g / (1 + e)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and torch.autograd.forward_ad._current_level < 0:
         return value
     # The derivative of this formula is NaN where e is infinite, so the result has the derivative of another formula.
     smooth = g * torch.sigmoid(inner)

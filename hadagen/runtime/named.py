@@ -154,6 +154,8 @@ def stored_on(
         operand = pack_matrices(parts, n, device)
         assert operand is not None
         operand = operand.to(device, _held_by(device, operand.dtype))
+    for dead in [each for each, (memory, _) in list(_stored.items()) if any(one.expired() for one in memory)]:
+        _stored.pop(dead, None)
     if len(_stored) >= 256:
         _stored.clear()
     _stored[key] = [sealed.StorageWeakRef(each.untyped_storage()) for each in buffers], operand

@@ -216,7 +216,8 @@ def _results(
     given = [] if after.tensor_scale is None else [after.tensor_scale.data_ptr()]
     others = *given, *[each.data_ptr() for each in values]
     places = [each.data_ptr() for each in out]
-    if len(out) == len(run.outputs) and is_asked and not any(place % ALIGNMENT for place in places):
+    lie = [(each.stride(), each.data_ptr() % ALIGNMENT) for each in out]
+    if is_asked and lie == [(strides, 0) for _, strides, _ in run.outputs]:
         run.into(out, ready.data_ptr(), *places, *others)
         return [*out]
     made = run.new(ready.data_ptr(), *others)
@@ -330,6 +331,14 @@ def _vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
     """Rows of a batch are rows of the operator if it has one input and no scales; else one call for each."""
     (of_x, *of_values), *of_others = in_dims
     tensors, *options = arguments
+    if not info.batch_size:  # nothing can be selected, but the shapes are those of any of the batch
+        one = tree_map(
+            lambda value, dim: value if dim is None else value.new_zeros(value.movedim(dim, 0).shape[1:]),
+            arguments,
+            in_dims,
+        )
+        made = [each.new_empty((0, *each.shape)) for each in OPERATOR(*one)]
+        return made, [0] * len(made)
     if of_values or any(dim is not None for dim in tree_leaves(of_others)) or After.taken(*options[1:]).form:
         results = [
             OPERATOR(*tree_map(lambda value, dim, i=i: value if dim is None else value.select(dim, i), arguments, dims))

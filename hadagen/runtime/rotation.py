@@ -203,6 +203,7 @@ class Rotation(SealedModule):
 
     def _set_matrices(self, matrices: list[torch.Tensor], squares: list[float]) -> None:
         self._scale = scale_of(squares, self.k, self.block)
+        self._real = any(each.dtype != torch.int8 for each in matrices)
         matrices = combined(matrices, self.block)
         self._orders = tuple(len(each) for each in matrices) or (1,)
         self._all_of_h = folds(matrices, self.block)  # whether signs are a part of the matrix
@@ -401,8 +402,7 @@ class Rotation(SealedModule):
     def transform(self) -> Transform | None:
         """The transform that a kernel computes for each block; None if PyTorch computes the rotation."""
         try:
-            real = any(each.dtype != torch.int8 for each in self._given)
-            flags = self._signed and not self._all_of_h, self._swapped, real
+            flags = self._signed and not self._all_of_h, self._swapped, self._real
             of = Transform(self.block, math.prod(self._orders), *flags)
         except UsageError:  # too long, or of too large a matrix
             return None

@@ -120,9 +120,12 @@ def input_parts(problem: Problem, classes: dict[str, Reals]) -> dict[str, Reals]
     prologue = prologue_of(problem)
     if not isinstance(prologue, Activated):
         return classes
-    lacking = ["constant", "one-hot", *["large"] * (prologue.activation == "relu2")]  # whose square is out of range
+    width = prologue.width
+    # Squares are out of range; so is the transform of results that have a mean.
+    too_large = prologue.activation == "relu2" or (width == 1 and problem.io.input is DType.FLOAT16)
+    lacking = ["constant", "one-hot", *["large"] * too_large]
     classes = {name: values for name, values in classes.items() if name not in lacking}
-    if (width := prologue.width) == 1:
+    if width == 1:
         return classes
     random = np.random.default_rng(1)
     dtype = problem.io.input
