@@ -124,7 +124,8 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
-            if (value := getattr(self, name)) not in list(words) or isinstance(value, bool) is not (name == "sigmoid"):
+            value, kind = getattr(self, name), bool if name == "sigmoid" else str
+            if not isinstance(value, kind) or value not in words:
                 known = list(words) if name != "sigmoid" else ["True", "False"]
                 raise UsageError(f"{name} = {shown(value)} is not supported; {choice(value, known)}")
 
