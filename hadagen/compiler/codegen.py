@@ -92,7 +92,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "headers": sorted({step.header for step in plan.steps} - {""}),
         "halved": plan.prologue is not None and plan.prologue.is_halved,
         # Whether the length of a row of x is known, because the kernel takes no number for it.
-        "whole_rows": not any(param.name == "units_in_row" for param in plan.params),
+        "whole_rows": plan.prologue is None or not plan.prologue.takes_rows(plan.problem),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,
         "crossed_barrier": CROSSED_BARRIER,
         "crossed_bytes": next((step.crossed_bytes(plan) for step in plan.exchanges if step.crosses_blocks), 0),

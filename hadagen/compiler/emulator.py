@@ -29,7 +29,7 @@ import numpy as np
 from hadagen.compiler import programs
 from hadagen.compiler.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
-from hadagen.problem.bits import Bits, Reals, decode, encode
+from hadagen.problem.bits import Bits, decode, encode
 from hadagen.problem.launch import LaunchSpec, RowShape, Source, X, Y
 from hadagen.problem.operands import OperandValues, kernel_operands, sizes_for, verification_operands
 from hadagen.problem.problem import DType, Problem
@@ -386,13 +386,17 @@ def verify(
     transformed, second = exact_results(problem, parts, scale, operands)
     exact = torch.from_numpy(transformed[:, :columns])
     odd = int(source.launch.reads_rows)  # arrays with an odd pitch begin between vectors
+    prologue = prologue_of(problem)
     if width_of(problem) > 1:
-        x = encode(problem.io.input, _in_rows(problem, parts, units_in_row))
+        assert prologue is not None
+        flat = torch.from_numpy(parts.reshape(len(parts), -1))
+        in_memory = prologue.in_rows(flat, units_in_row * problem.unit, np.nan)
+        x = encode(problem.io.input, in_memory.numpy())
     else:
         x = _poisoned(problem.io.input, len(values), x_pitch, x_pitch % 2 * odd)
         x[:, :columns] = encode(problem.io.input, values[:, :columns])
     taken: dict[str, Any] = kernel_operands(problem, operands)
-    taken |= prologue.numbers(units_in_row) if (prologue := prologue_of(problem)) else {}
+    taken |= prologue.numbers(units_in_row) if prologue else {}
     outputs: dict[str, tuple[Any, int]] = {}
     for name in second:
         like_x = _poisoned(problem.io.input, 1, values.size).reshape(-1)
@@ -438,19 +442,6 @@ def verify(
             found = decode(problem.io.input, outputs[other][0]).reshape(wanted.shape)
             errors[name] = max(errors[name], relative_error(found[rows_here], wanted[rows_here]))
     return errors
-
-
-def _in_rows(problem: Problem, parts: Reals, units_in_row: int) -> Reals:
-    """x in memory, of its parts [width, rows, n]: rows of results have so many units. NaNs fill up the last row."""
-    import torch
-
-    prologue = prologue_of(problem)
-    assert prologue is not None
-    of_row = units_in_row * problem.unit
-    flat = parts.reshape(len(parts), -1)
-    lacking = -flat.shape[1] % of_row
-    filled = np.concatenate((flat, np.full((len(parts), lacking), np.nan)), axis=1)
-    return prologue.joined(torch.from_numpy(filled.reshape(len(parts), -1, of_row))).numpy()
 
 
 def _poisoned(dtype: DType, rows: int, pitch: int, first: int = 0) -> Bits:

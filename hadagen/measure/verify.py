@@ -29,14 +29,7 @@ from hadagen.measure.watch import Watch
 from hadagen.problem.bits import encode
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.launch import LaunchSpec, RowShape
-from hadagen.problem.operands import (
-    MATRIX,
-    OperandValues,
-    operands_of,
-    params_for,
-    sizes_for,
-    verification_operands,
-)
+from hadagen.problem.operands import MATRIX, OperandValues, operands_of, sizes_for, verification_operands
 from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.prologues import Prologue, prologue_of
 from hadagen.problem.regimes import destinations, timed_rows
@@ -342,7 +335,7 @@ class Verifier:
         written = [besides[each.name] for each in like_x if each.is_written]
         buffers = [source, *besides.values()]
         addresses = operands | {name: each.view.data_ptr() for name, each in besides.items()}
-        addresses |= prologue.numbers(_units_in_row(problem)) if prologue else {}
+        addresses |= prologue.numbers(_units_in_row(problem, prologue)) if prologue else {}
         units = x.numel() // problem.unit
         if form is None:
             target = source if in_place else self._rows(x, y_pitch, arranged.y_offset, is_output=True)
@@ -384,17 +377,16 @@ class Verifier:
         return torch.full(shape, _POISON[1], dtype=torch.uint8, device=self._device)
 
 
-def _units_in_row(problem: Problem) -> int:
+def _units_in_row(problem: Problem, prologue: Prologue) -> int:
     """How many units a row of results has, if a kernel takes that number."""
-    return _UNITS_IN_ROW if any(param.name == "units_in_row" for param in params_for(problem)) else 1
+    return _UNITS_IN_ROW if prologue.takes_rows(problem) else 1
 
 
 def _in_rows(problem: Problem, prologue: Prologue, bits: torch.Tensor) -> torch.Tensor:
     """x in memory, of the parts of rows of n, [rows, width · n]. Poison fills up the last row."""
     parts = bits.view(len(bits), prologue.width, -1).movedim(1, 0).reshape(prologue.width, -1)
-    of_row = _units_in_row(problem) * problem.unit
-    filled = torch.nn.functional.pad(parts, (0, -parts.shape[1] % of_row), value=_POISON[bits.itemsize])
-    return prologue.joined(filled.view(prologue.width, -1, of_row)).flatten()
+    columns = _units_in_row(problem, prologue) * problem.unit
+    return prologue.in_rows(parts, columns, _POISON[bits.itemsize]).flatten()
 
 
 class _Buffer:

@@ -72,6 +72,14 @@ class Prologue:
             return parts
         return parts.movedim(0, -2 if self.is_halved else -1).flatten(-2).contiguous()
 
+    def in_rows(self, parts: torch.Tensor, columns: int, filled_with: float) -> torch.Tensor:
+        """x as it lies in memory, of its parts [width, elements], for results in rows of `columns` elements. The value
+        `filled_with` fills up the last row."""
+        import torch
+
+        filled = torch.nn.functional.pad(parts, (0, -parts.shape[1] % columns), value=filled_with)
+        return self.joined(filled.view(self.width, -1, columns))
+
     def takes_rows(self, problem: Problem) -> bool:
         """Whether its kernels take the number of units in a row. If not, a row of its result is one unit."""
         return any(param.name == "units_in_row" for param in self.params(problem))
