@@ -1,0 +1,67 @@
+"""What the module of every host asks: whether the host gets its hooks, and whether it still has what they need."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+SWITCH = "HADAGEN_INTEGRATIONS"
+_warned: set[tuple[str, str]] = set()
+
+
+class Changed(Exception):
+    """A host lacks what a hook needs. The message says what."""
+
+
+class Host(NamedTuple):
+    """A project with hooks.
+
+    name: of its package, as it is imported. distribution: as it is installed. tested: the versions that the tests of
+    hadagen run its hooks with.
+    """
+
+    name: str
+    distribution: str
+    tested: str
+
+    def is_enabled(self) -> bool:
+        """Whether HADAGEN_INTEGRATIONS is unset or names the host."""
+        given = os.environ.get(SWITCH)
+        return given is None or self.name in [each.strip() for each in given.split(",")]
+
+    def get(self, path: str, *parameters: str) -> Any:
+        """What `path` names, such as `vllm.config:VllmConfig`, which takes these parameters.
+
+        Raises `Changed` if the host has no such name, or it is a function that takes other parameters.
+        """
+        module, _, names = path.partition(":")
+        try:
+            found: Any = import_module(module)
+            for name in filter(None, names.split(".")):
+                found = getattr(found, name)
+        except (ImportError, AttributeError) as error:
+            raise Changed(f"it has no {path.replace(':', '.')}") from error
+        if parameters:
+            from inspect import signature
+
+            takes = tuple(signature(found).parameters)
+            if takes[: len(parameters)] != parameters:
+                raise Changed(f"{path.replace(':', '.')} takes {', '.join(takes)}, not {', '.join(parameters)}")
+        return found
+
+    def warn(self, reason: str) -> None:
+        """Warn once of each reason that the host computes by itself."""
+        if (self.name, reason) not in _warned:
+            _warned.add((self.name, reason))
+            try:
+                found = version(self.distribution)
+            except PackageNotFoundError:
+                found = "of an unknown version"
+            warnings.warn(
+                f"{self.name} {found} does not use hadagen here: {reason}; hadagen was tested with {self.name} "
+                f"{self.tested}, and {SWITCH}=none switches its hooks off",
+                stacklevel=2,
+            )
