@@ -225,7 +225,8 @@ def test_a_row_fits_in_shared_memory_if_it_does_without_what_its_matrix_lacks() 
             assert -(-taken // 16) * 16 * (order << bits) // taken <= fitting, (order, 1 << bits)
     for order, length in ((28, 2048), (52, 1024)):
         keys = [f"n{order * length}-k{each}-float16-accurate" for each in (order, kernel_order(order, length))]
-        assert [space_of(Problem.parse(key)).closest(Knobs()) is not None for key in keys] == [False, True]
+        spaces = [space_of(Problem.parse(key)) for key in keys]
+        assert [any(knobs.first == "hadamard" for knobs in space.legal) for space in spaces] == [False, True]
 
 
 def test_a_matrix_and_a_part_of_h_are_the_same_transform() -> None:
@@ -296,6 +297,7 @@ NOT_LEGAL: list[tuple[str, dict[str, int | str], str]] = [
     ("n256-float16-fast", {"rows": 2}, "there is no matrix"),
 ]
 FIRST: dict[str, int | str] = {"first": "matrix", "load": "cp_async", "grid": "persistent", "stages": 3}
+IN_CLUSTERS: dict[str, int | str] = {"cluster": 2, "fold": 2, "products": "alone", "grid": "tiles", "stages": 1}
 NOT_LEGAL += [
     (key, {**FIRST, **changes}, why)
     for key, changes, why in [
@@ -324,8 +326,18 @@ NOT_LEGAL += [
         (
             "n14336-k28-float16-fast",
             {"fold": 1, "grid": "tiles", "stages": 1},
-            "where the matrix comes first, grid must be persistent",
+            "boxes of later tiles are loaded meanwhile (grid must be persistent, or cluster more)",
         ),
+        (
+            "n14336-k28-float16-fast",
+            {"first": "hadamard", "cluster": 2},
+            "where H comes first, a block has whole rows (cluster must be 1, or first matrix)",
+        ),
+        ("n14336-k28-float16-fast", {"fold": 1, "cluster": 8}, "a block would have no rows of the matrix"),
+        ("n14336-k28-float16-fast", {"fold": 2, "cluster": 2}, "warps of several blocks multiply alone"),
+        ("n14336-k28-float16-fast", {**IN_CLUSTERS, "fold": 3, "rows": 2}, "the blocks of a cluster share one row"),
+        ("n14336-k28-float16-fast", {**IN_CLUSTERS, "grid": "persistent"}, "clusters take one tile each"),
+        ("n14336-k28-float16-fast", {**IN_CLUSTERS, "ahead": 8}, "clusters are for few rows, which L2 has"),
         ("n14336-k28-float16-fast", {"fold": 1, "stages": 1}, "(stages must be 2 or more, or products"),
         ("n44032-k172-float16-fast", {"fold": 2}, "more than 1024 threads per block (fold must be less)"),
         ("n44032-k172-float16-fast", {}, "the matrix and its sums do not fit the registers (fold or min_blocks must"),
@@ -351,7 +363,16 @@ NOT_LEGAL_ON_TURING: list[tuple[str, dict[str, int | str], str]] = [
 
 @pytest.mark.parametrize(
     ("arch", "key", "changes", "why"),
-    [*((ARCH, *case) for case in NOT_LEGAL), *((TURING, *case) for case in NOT_LEGAL_ON_TURING)],
+    [
+        *((ARCH, *case) for case in NOT_LEGAL),
+        *((TURING, *case) for case in NOT_LEGAL_ON_TURING),
+        (
+            load_arch("sm80"),
+            "n14336-k28-float16-fast",
+            {**FIRST, **IN_CLUSTERS},
+            "the arch has no clusters of 2 blocks",
+        ),
+    ],
 )
 def test_what_is_not_legal_says_why(arch: Arch, key: str, changes: dict[str, int | str], why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):

@@ -60,9 +60,11 @@ class Choice:
     stages: int
     rows: int = 1
     products: str = "together"
+    cluster: int = 1
 
     def __str__(self) -> str:
         how = f", {self.products.replace('_', ' ')}" * (self.products != "together")
+        how += f", {self.cluster} blocks" * (self.cluster > 1)
         return f"{self.key}, {self.rows} rows, fold {self.fold}, {self.stages} stages{how}"
 
     @property
@@ -71,7 +73,8 @@ class Choice:
 
     @property
     def plan(self) -> Plan:
-        knobs = {name: value for name, value in vars(self).items() if name != "key"}
+        knobs: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "key"}
+        knobs["grid"] = "tiles" if self.cluster > 1 else "persistent"
         return build_plan(self.problem, product_first(**knobs), BLACKWELL if self.products == "alone" else ARCH)
 
 
@@ -131,6 +134,11 @@ CHOICES += [
     *(replace(each, products="alone") for each in CHOICES if each.products == "together"),
     Choice("n2560-k20-signed-bfloat16-accurate", 1, 1, products="alone"),
     Choice("n192-k12-float16-fast", 1, 1, rows=16, products="alone"),
+    Choice("n11008-k172-signed-bfloat16-accurate", 0, 1, products="alone", cluster=2),
+    Choice("n9472-k148-float16-accurate", 0, 1, products="alone", cluster=4),
+    Choice("n1536-k12-signed-float16-fast", 1, 1, products="alone", cluster=2),
+    Choice("n14336-k28-bfloat16-accurate", 3, 1, products="alone", cluster=4),
+    Choice("n4096-k64-real-signed-bfloat16-accurate", 0, 1, products="alone", cluster=4),
 ]
 QUANTIZING = [
     Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3),
@@ -166,6 +174,10 @@ QUANTIZING = [
 QUANTIZING += [
     *(replace(each, products="alone") for each in QUANTIZING if each.products == "together"),
     Choice("n2560-k20-bfloat16-to-int8_row_2560-accurate", 1, 1, products="alone"),
+    Choice("n11008-k172-signed-bfloat16-to-int8_row_11008-accurate", 0, 1, products="alone", cluster=4),
+    Choice("n14336-k28-float16-to-fp8_row_14336-accurate", 2, 1, products="alone", cluster=2),
+    Choice("n3072-k12-bfloat16-to-mxfp4_32-accurate", 2, 1, products="alone", cluster=2),
+    Choice("n4096-k64-real-bfloat16-to-int8_row_4096-accurate", 0, 1, products="alone", cluster=2),
 ]
 with_each = pytest.mark.parametrize("choice", CHOICES, ids=str)
 
@@ -215,7 +227,8 @@ def test_any_number_of_rows(choice: Choice, module: HostModule) -> None:
         x = np.random.default_rng(rows).integers(0, 1 << 14, (rows, problem.n), np.uint16)  # small finite numbers
         exact = transform(problem, decode(problem.io.input, x), 2.0**-6, operands)
         out = x if number % 2 else np.full_like(x, 0xFFFF)
-        launch = replace(source.launch, tile_elements=source.launch.tile_elements // (1 + (rows <= choice.rows)))
+        beyond = rows <= choice.rows and source.launch.persistent
+        launch = replace(source.launch, tile_elements=source.launch.tile_elements // (1 + beyond))
         report = module.run(
             source.entry,
             launch,

@@ -95,7 +95,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "whole_rows": plan.prologue is None or not plan.prologue.takes_rows(plan.problem),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,
         "crossed_barrier": CROSSED_BARRIER,
-        "crossed_bytes": next((step.crossed_bytes(plan) for step in plan.exchanges if step.crosses_blocks), 0),
+        "crossed_bytes": next((step.crossed_bytes(plan) for step in plan.steps if step.crosses(plan)), 0),
         # The last tile may be partly beyond the end of the array. A vector may only if it holds several rows.
         "ragged": plan.is_ragged,
         "ragged_vector": plan.problem.unit < plan.vector_elements,
@@ -105,10 +105,11 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         # Offset of vector i of a thread from its first vector; vectors of one share come after those of another.
         "vector_at": vector_at(1),
         "vector_bytes_at": vector_at(plan.problem.io.input.bytes),
+        "held_shares": plan.shares_loaded,  # in the registers of a thread
         "loaded": f"{plan.shares_loaded} * " if loads_all else "",  # times the vectors of a thread: those it loads
         # Results may lie in place, so a block waits until the other blocks have loaded the row. A multicast has read it
         # once, for all of them.
-        "waits_for_loads": loads_all and not plan.load.multicast,
+        "waits_for_loads": loads_all and not plan.load.multicast and plan.problem.io.form is None,
         # Row and column of the vector at offset `at` of a tile.
         "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
         "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",

@@ -81,7 +81,9 @@ class Knobs:
         "warps per block, times the odd factor of a row that is quantized; with a matrix, groups of warps",
         with_matrix=True,
     )
-    cluster: int = _knob((1, 2, 4, 8, 16), "blocks per cluster")
+    cluster: int = _knob(
+        (1, 2, 4, 8, 16), "blocks per cluster; where a matrix comes first, blocks that share its rows", with_matrix=True
+    )
     first: str = _knob(
         (HADAMARD, MATRIX_FIRST),
         "what a kernel with a matrix multiplies by first; by its matrix, so that one rounding is left",
@@ -271,11 +273,11 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     return _with_signs(problem, _with_requests(knobs, steps))
 
 
-def prologue_steps(problem: Problem) -> list[Step]:
-    """The step that computes the prologue, if the problem has one."""
+def prologue_steps(problem: Problem, *, rounds: bool = False) -> list[Step]:
+    """The step that computes the prologue, if the problem has one. rounds: as in `Activate.for_problem`."""
     prologue = prologue_of(problem)
     if isinstance(prologue, Activated):
-        return [Activate.for_problem(prologue, problem)]
+        return [Activate.for_problem(prologue, problem, rounds=rounds)]
     return [prologue.step()] if prologue else []
 
 
@@ -349,7 +351,7 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     in_fours = ProductAhead if knobs.products == AHEAD else Product
     steps: list[Step] = [
         LoadBoxes(knobs.load, knobs.stages),
-        *prologue_steps(problem),
+        *prologue_steps(problem, rounds=problem.may_round_within),  # which then has one product, not two
         WarpProduct(knobs.fold, knobs.rows)
         if knobs.products == ALONE
         else in_fours(knobs.fold, knobs.rows, knobs.products == IN_TURNS),
@@ -357,7 +359,7 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     steps += [Butterfly(reg(j)) for j in range(2, in_registers)]
     steps.append(CrossButterflies(min(2, max(0, in_registers)), scales=not folds))
     steps += _to_codes(problem, steps, folds, False) if form else [Round(), Store()]
-    return _with_signs(problem, steps)
+    return _with_signs(problem, _with_requests(knobs, steps))
 
 
 class _Converter:

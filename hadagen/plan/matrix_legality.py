@@ -39,6 +39,8 @@ MATRIX_RULES += [rule for rule in RULES if rule.last in ("stages", "ahead", "tri
 @MATRIX_RULES.rule("first")
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
+        if k.cluster > 1:
+            return "where H comes first, a block has whole rows (cluster must be 1, or first matrix)"
         return "a real matrix comes first (first must be matrix)" if c.problem.transform.real else None
     if c.has_wide_prologue and c.problem.io.input is DType.FLOAT16:
         return "float16 is not multiplied in two parts (first must be hadamard)"
@@ -46,6 +48,8 @@ def _(c: Context, k: Knobs) -> str | None:
         return "the arch has no cp_async (first must be hadamard)"
     if k.chunks > 1 or k.warps > 1:
         return "where the matrix comes first, a block has its warps for one row (chunks and warps must be 1)"
+    if k.cluster > 1 and ("cluster" not in c.arch.features or k.cluster > c.arch.limits.cluster_blocks):
+        return f"the arch has no clusters of {k.cluster} blocks"
     return None
 
 
@@ -56,9 +60,11 @@ def _(c: Context, k: Knobs) -> str | None:
     most = PRODUCT_COLUMNS[-1]
     if not VECTOR <= c.problem.length >> k.fold <= most:
         return f"a product has from {VECTOR} to {most} columns of a row (fold must be another, or first hadamard)"
-    limit = c.arch.limits.threads_per_block
-    if c.problem.order << k.fold > limit // 32 * OPERAND_SIDE:
+    limit, operands = c.arch.limits.threads_per_block, -(-(c.problem.order << k.fold) // OPERAND_SIDE)
+    if (in_block := -(-operands // k.cluster)) * 32 > limit:
         return f"more than {limit} threads per block (fold must be less)"
+    if in_block * (k.cluster - 1) >= operands:
+        return "a block would have no rows of the matrix (cluster must be less, or fold more)"
     return None
 
 
@@ -66,6 +72,8 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return None if k.products == TOGETHER else "all warps multiply what they have (products must be together)"
+    if k.cluster > 1 and k.products != ALONE:
+        return "warps of several blocks multiply alone (products must be alone, or cluster 1)"
     draft, product = _draft(c, k)
     if lacking := min(product.features(c.problem.io.input, PACKED) - c.arch.features, default=""):
         return f"the arch has no {lacking} (products must be another)"
@@ -82,13 +90,23 @@ def _(c: Context, k: Knobs) -> str | None:
         return f"a product has {numbers} columns, those of all its rows (rows must be others)"
     if k.rows * c.problem.n % c.problem.unit:
         return f"a tile ends within a row of {c.problem.unit} (rows must be {c.problem.unit // c.problem.n} or more)"
+    if k.cluster > 1 and k.rows > 1:
+        return "the blocks of a cluster share one row (rows must be 1, or cluster)"
     return None
 
 
 _of_product("slabs", 1)
 _of_product("exchange_carrier", PACKED)
 _of_product("load", "cp_async")
-_of_product("grid", "persistent")
+
+
+@MATRIX_RULES.rule("grid")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.first == HADAMARD or k.grid == ("tiles" if k.cluster > 1 else "persistent"):
+        return None
+    if k.cluster > 1:
+        return "clusters take one tile each (grid must be tiles)"
+    return "boxes of later tiles are loaded meanwhile (grid must be persistent, or cluster more)"
 
 
 @MATRIX_RULES.rule("stages")
@@ -96,6 +114,11 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD or k.products == ALONE or k.stages > 1:
         return None
     return "a box is loaded while warps multiply another one together (stages must be 2 or more, or products alone)"
+
+
+@MATRIX_RULES.first_only("ahead")
+def _(c: Context, k: Knobs) -> str | None:
+    return "clusters are for few rows, which L2 has" if k.first == MATRIX_FIRST else None
 
 
 @MATRIX_RULES.rule("stages")

@@ -117,7 +117,8 @@ class Space:
     def _seeds_with_matrix(self) -> list[Knobs]:
         """For each number of chunks and the two largest numbers of slabs that leave few warps without rows, loaded
         plainly and in bulk, with about four warps in a block. A tile is one row, or 2048 elements where rows are
-        shorter. Then for each number of stages and each fold, with the matrix first, multiplied by in each way."""
+        shorter. Then for each number of stages and each fold, with the matrix first, multiplied by in each way, and by
+        the blocks of a cluster."""
         operands = -(-self.problem.order // OPERAND_SIDE)
         known = (5, 3, 2, 1) if operands == 5 else (3, 2, 1)
         slabs = [slabs for slabs in known if 5 * (-operands % slabs) <= operands][:2]
@@ -129,10 +130,11 @@ class Space:
             tile = replace(PROVEN_WITH_MATRIX, chunks=chunks, slabs=held, warps=warps, rows=rows, load=load)
             if knobs := self._keeping(tile, "chunks", "slabs", "load"):
                 found[knobs] = None
-        for products, stages, fold in product((TOGETHER, ALONE), (3, 2, 4, 1), (0, 1, 2, 3)):
+        ways = [*product((TOGETHER, ALONE), (3, 2, 4, 1), (1,)), (ALONE, 1, 2), (ALONE, 1, 4)]
+        for (products, stages, cluster), fold in product(ways, (0, 1, 2, 3)):
             few = max(1, PRODUCT_COLUMNS[0] // max(1, self.problem.length >> fold))
-            boxes = replace(PROVEN_WITH_PRODUCT, products=products, stages=stages, fold=fold, rows=few)
-            if knobs := self._keeping(boxes, "first", "fold", "products", "stages"):
+            boxes = replace(PROVEN_WITH_PRODUCT, products=products, stages=stages, cluster=cluster, fold=fold, rows=few)
+            if knobs := self._keeping(boxes, "cluster", "first", "fold", "products", "stages"):
                 found[knobs] = None
         return list(found)
 

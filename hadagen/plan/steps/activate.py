@@ -22,8 +22,8 @@ _OF_EXP, _OF_DIVISION = 8, 9
 class Activate(Step):
     """Computes an activation of what was loaded, times the other half of x if the prologue has a product.
 
-    16-bit values stay packed if the prologue rounds its result; else they are fp32 from here on, or `SPLIT` before a
-    matrix.
+    16-bit values stay packed if the prologue rounds its result, or the step does; else they are fp32 from here on, or
+    `SPLIT` before a matrix.
     """
 
     name = "Activate"
@@ -38,9 +38,9 @@ class Activate(Step):
     is_prologue = holds_all = True
 
     @classmethod
-    def for_problem(cls, of: Activated, problem: Problem) -> Activate:
-        """The step for the values of a problem."""
-        if of.arithmetic.rounds != "nothing" and problem.io.input is not DType.FLOAT32:
+    def for_problem(cls, of: Activated, problem: Problem, *, rounds: bool = False) -> Activate:
+        """The step for the values of a problem. rounds: whether it rounds the result to the type of x in any case."""
+        if (rounds or of.arithmetic.rounds != "nothing") and problem.io.input is not DType.FLOAT32:
             return cls(of, PACKED)
         return cls(of, SPLIT if problem.transform.has_matrix else FP32)
 
@@ -56,7 +56,7 @@ class Activate(Step):
         return self.carrier
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        if plan.shares_loaded > 1:
+        if plan.shares_loaded > 1 and not plan.tile.loads_all:
             yield "each block computes only its own share of a row"
         if plan.problem.unit < plan.vector_elements:
             yield "a vector has several rows"

@@ -135,7 +135,6 @@ class Step:
     is_product = False  # multiplies by the matrix of the transform
     is_prologue = False  # computes a prologue, of values as loaded
     exchanges = False  # moves values between warps
-    crosses_blocks = False  # moves values between the blocks of a cluster
     normalizes = False  # finds the level of the values of a warp
     folds = False  # multiplies by what is left of the scale only as it quantizes
     prefetches = False  # brings the input of later tiles to L2, so that only the first come from memory
@@ -184,6 +183,14 @@ class Step:
     def share(self, left: float, plan: Draft) -> float:
         """Its factor. left: the product that this and the later steps have to multiply by."""
         return left if self.multiplies else 1.0
+
+    def crosses(self, plan: Draft) -> bool:
+        """Whether it sends values to the other blocks of a cluster."""
+        return False
+
+    def crossed_bytes(self, plan: Draft) -> int:
+        """Bytes that a block waits for at a time, where values cross."""
+        return 0
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
         """Everything that decides the last bits of this step's results when it is step `at` of the plan; () if the step
@@ -252,8 +259,6 @@ class Exchanging(Protocol):
     @property
     def slot_bytes(self) -> int: ...
 
-    def crossed_bytes(self, plan: Draft) -> int: ...
-
 
 class Tile:
     """How the values of a tile lie, from the load to the store. A plan has one.
@@ -266,6 +271,7 @@ class Tile:
     # The file whose macros go before those of the same name that other steps have in theirs.
     template = "steps.cu.j2"
     warps_part: ClassVar[bool] = False  # whether a warp may be at a later tile than the other warps of its block
+    loads_all: ClassVar[bool] = False  # whether each block of a cluster loads the whole tile to shared memory
 
     def held_from(self, plan: Draft) -> int:
         """The number of steps after which threads hold values in registers."""
@@ -459,7 +465,7 @@ class Draft:
     @property
     def crosses_blocks(self) -> bool:
         """Whether values move between blocks."""
-        return any(step.crosses_blocks for step in self.steps)
+        return any(step.crosses(self) for step in self.steps)
 
     @property
     def params(self) -> tuple[Param, ...]:
@@ -479,7 +485,7 @@ class Draft:
     @cached_property
     def shares_loaded(self) -> int:
         """How many blocks' shares of a tile each block loads: those of all blocks of the cluster, or 1, its own."""
-        return 1 << self.cta_bits if any(step.over_blocks for step in self.steps) else 1
+        return 1 << self.cta_bits if self.tile.loads_all or any(step.over_blocks for step in self.steps) else 1
 
     @property
     def grouped_from(self) -> int:

@@ -56,8 +56,11 @@ class Exchange(Step):
         return frozenset({"cluster"} if self.crosses_blocks else ())
 
     @property
-    def crosses_blocks(self) -> bool:  # type: ignore[override]
+    def crosses_blocks(self) -> bool:
         return any(far.kind == "cta" for _, far in self.pairs)
+
+    def crosses(self, plan: Draft) -> bool:
+        return self.crosses_blocks
 
     @property
     def changes_lanes(self) -> bool:

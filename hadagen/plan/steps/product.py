@@ -97,7 +97,7 @@ class BoxProduct(Step, Tile):
     The entries of a real matrix come in two pieces of 16 bits, both of which are multiplied; in `fast`, the first piece
     of more than 64 rows alone. The matrix takes in the H of the upper `fold` bits of a column: A ⊗ H, times a matrix of
     2^fold times as many, shorter rows. A warp has 16 rows of it; the number of a row is in three lane bits, a register
-    bit and the warp. The lowest bit of a column is at `pair`, the next two are in lanes, and the others in registers.
+    bit and the warp, among those of all blocks of a cluster. The lowest bit of a column is at `pair`, the next two are in lanes, and the others in registers.
     """
 
     fold: int
@@ -111,7 +111,7 @@ class BoxProduct(Step, Tile):
     holds_all = True
     is_product = True
     flips = (True, False)
-    warps_part = True
+    warps_part = loads_all = True
 
     def order(self, plan: Draft) -> int:
         """Rows of the matrix that it multiplies by."""
@@ -124,6 +124,10 @@ class BoxProduct(Step, Tile):
     def columns(self, plan: Draft) -> int:
         """Columns of the product."""
         return self.rows * self.length(plan)
+
+    def all_warps(self, plan: Draft) -> int:
+        """Warps of all blocks of a cluster, which have the rows of the matrix in turn."""
+        return plan.warps << plan.cta_bits
 
     def operands_in_slab(self, plan: Draft) -> int:
         """Operands of 16 columns of the matrix."""
@@ -202,7 +206,7 @@ class BoxProduct(Step, Tile):
             "boxes": self.columns(plan) // BOX_COLUMNS,
             "rows_at_once": 32 * plan.warps // 8,  # of a box, in each of which eight threads copy
             "slabs_given": -(-plan.problem.order // OPERAND_SIDE),
-            "spare_warps": plan.warps > self.operands_in_slab(plan),
+            "spare_warps": self.all_warps(plan) > self.operands_in_slab(plan),
             "stages": plan.load.stages,
             "in_turns": False,
             "ahead": False,
@@ -217,7 +221,7 @@ class BoxProduct(Step, Tile):
 
     def _fills_warps(self, plan: Draft) -> bool:
         """Whether the matrix has all rows that the warps multiply by."""
-        return self.order(plan) % (OPERAND_SIDE * self.together) == 0
+        return self.order(plan) == OPERAND_SIDE * self.all_warps(plan)
 
     # ---- as the tile -------------------------------------------------------------------------------------------------
     def held_from(self, plan: Draft) -> int:
@@ -229,7 +233,7 @@ class BoxProduct(Step, Tile):
         return Placement({**columns, ROW: Axis(plan.problem.order, plan.problem.length), **rows})
 
     def warps(self, plan: Draft) -> int:
-        return self.together * -(-self.order(plan) // (OPERAND_SIDE * self.together))
+        return self.together * -(-self.order(plan) // (OPERAND_SIDE * self.together << plan.cta_bits))
 
     def vectors(self, plan: Draft) -> int:
         """16-byte vectors of a tile that a thread copies."""
@@ -283,11 +287,13 @@ class BoxProduct(Step, Tile):
         return {
             "value": {Axis(2, self.columns(plan) // 4): bit(3)},
             "lane": {bit(2 + number): bit(number) for number in range(3)},
-            "warp": {Axis(plan.warps, 1): Axis(plan.warps, OPERAND_SIDE)},
+            "warp": {Axis(self.all_warps(plan), 1): Axis(self.all_warps(plan), OPERAND_SIDE)},
         }
 
     def of_thread(self, plan: Draft) -> dict[str, str]:
-        return {"warp": "thread_index() / 32"}
+        if not plan.cta_bits:
+            return {"warp": "thread_index() / 32"}
+        return {"rank": "cluster_rank()", "warp": f"{plan.warps} * rank + thread_index() / 32"}
 
     def names(self, plan: Draft) -> dict[str, Any]:
         coordinates = self.coordinates(plan, plan.placements[-1])
@@ -295,7 +301,8 @@ class BoxProduct(Step, Tile):
         return {
             "stages_from": self.template,
             "m": self.view(plan, 0),
-            "shares_peaks": plan.footprint.size("peaks") > 0,
+            "held_shares": 1,
+            "shares_peaks": plan.footprint.size("peaks") > 0 and not plan.crosses_blocks,
             "vectors": self.eights(plan),
             "stored_at": add(*(scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))),
             "store_vector": of_vector(coordinates) or "0",

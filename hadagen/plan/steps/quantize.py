@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from hadagen.plan.layout import PAIR, Axis, Place, Placement, add, bit, reg, scatter, swaps
+from hadagen.plan.layout import LANE_BITS, PAIR, VECTOR_BYTES, Axis, Place, Placement, add, bit, reg, scatter, swaps
 from hadagen.plan.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Draft, Region, Step
 from hadagen.plan.steps.matrix import VECTOR, of_vector
 from hadagen.plan.steps.memory import Store
@@ -22,7 +22,6 @@ from hadagen.problem.operands import SCALES, TENSOR_SCALE
 
 _BIT = 2  # the radix of a bit
 _SIGNS_OF_BYTE = 8
-_LANE_BITS = 5
 _WORDS = 4  # of shared memory that are read at once
 # Instructions for each element, to encode it, on a GPU with conversions to the type.
 _ENCODED = {Element.E4M3: 1.5, Element.E2M1: 8.0, Element.INT8: 4.0, Element.INT4: 5.0, Element.NONE: 0.0}
@@ -136,7 +135,17 @@ class Largest(Step):
     def regions(self, plan: Draft) -> Iterator[Region]:
         """The memory for the maxima of a group, through which the warps that have its values share them. Where warps
         may part, the maxima of one tile and of the next have memory of their own."""
-        yield Region("peaks", Groups.of(plan).shared_bytes << plan.tile.warps_part)
+        groups = Groups.of(plan)
+        if self.crosses(plan):
+            yield Region("peaks", VECTOR_BYTES * groups.holders)
+        else:
+            yield Region("peaks", groups.shared_bytes << plan.tile.warps_part)
+
+    def crosses(self, plan: Draft) -> bool:
+        return plan.cta_bits > 0 and bool(Groups.of(plan).warps)
+
+    def crossed_bytes(self, plan: Draft) -> int:
+        return VECTOR_BYTES * Groups.of(plan).holders
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         form = plan.problem.io.form
@@ -144,8 +153,10 @@ class Largest(Step):
             yield "no group has a scale of its own"
         elif form.group < plan.vector_elements:
             yield f"a vector has more than a group of {form.group}"
-        elif plan.cta_bits:
+        elif plan.cta_bits and not plan.tile.loads_all:
             yield "no block knows the values of another"
+        elif plan.cta_bits and Groups.of(plan).holders > 1 << LANE_BITS:
+            yield "each lane of a warp reads what one warp has found (cluster must be less)"
         elif form.group > plan.tile_elements:
             yield f"a tile of {plan.tile_elements} elements is shorter than a group of {form.group}"
         elif plan.tile_elements % form.group or (plan.problem.odd_factor > 1 and form.group < plan.tile_elements):
@@ -156,7 +167,7 @@ class Largest(Step):
         shuffles = groups.kept - groups.mine + groups.mine * len(groups.lanes)
         waits = {"arithmetic": 2, "shuffle": len(groups.shared) + len(groups.lanes)}
         if groups.warps:
-            waits |= {"shared": 1, "block sync": 1}
+            waits |= {"shared": 1, "cluster sync" if self.crosses(plan) else "block sync": 1}
         return Cost(words + 4 * shuffles, shared_bytes=WARP_BYTES * shuffles, waits=waits)
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
@@ -167,9 +178,10 @@ class Largest(Step):
             "place": scatter("warp", _numbers(groups.warps)) or "0",
             "some_lanes": sum(digit.stride for digit in groups.lanes),
             "peaks_offset": plan.footprint.offset("peaks"),
+            "crosses": self.crosses(plan),
             "in_turn": groups.shared_bytes if plan.tile.warps_part else 0,
             # Whether one instruction finds the amax of a warp. The text of older kernels has shuffles instead.
-            "reduces": plan.tile.warps_part and len(groups.lanes) == _LANE_BITS,
+            "reduces": plan.tile.warps_part and len(groups.lanes) == LANE_BITS,
         }
 
 
