@@ -97,7 +97,8 @@ class BoxProduct(Step, Tile):
     The entries of a real matrix come in two pieces of 16 bits, both of which are multiplied; in `fast`, the first piece
     of more than 64 rows alone. The matrix takes in the H of the upper `fold` bits of a column: A ⊗ H, times a matrix of
     2^fold times as many, shorter rows. A warp has 16 rows of it; the number of a row is in three lane bits, a register
-    bit and the warp, among those of all blocks of a cluster. The lowest bit of a column is at `pair`, the next two are in lanes, and the others in registers.
+    bit and the warp, whose number counts on through the blocks of a cluster. The lowest bit of a column is at `pair`,
+    the next two are in lanes, and the others in registers.
     """
 
     fold: int
