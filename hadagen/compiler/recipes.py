@@ -99,12 +99,16 @@ def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0) 
 
 
 def is_recipe_of(trial: Trial) -> bool:
-    """Whether the recipe of a trial's kernel can be compiled: its knobs are legal now, and mean the same launch. Raises
-    as `closest_recipe` does."""
+    """Whether the recipe of a trial's kernel can be compiled: its knobs are legal now, and mean the same launch. Knobs
+    that are newer than the trial have their defaults. Raises as `closest_recipe` does."""
     recipe = closest_recipe(trial.problem, knobs_key(trial.knobs), trial.arch)
     if recipe is None or trial.kernel is None:
         return False
-    return (recipe.knobs, recipe.launch) == (trial.knobs, trial.kernel.launch)
+    from hadagen.plan.knobs import Knobs
+
+    with suppress(UsageError):  # a knob that is gone
+        return (recipe.knobs, recipe.launch) == (Knobs.from_dict(trial.knobs).to_dict(), trial.kernel.launch)
+    return False
 
 
 def _no_generator(error: ImportError) -> ToolchainError:
