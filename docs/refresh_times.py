@@ -80,15 +80,15 @@ def our_rows() -> list[dict[str, str]]:
     return shipped_rows(files.OUR_GPU)
 
 
-def shipped_rows(gpu: str, *, quantized: bool = False) -> list[dict[str, str]]:
+def shipped_rows(gpu: str, *, quantized: bool = False, prologues: bool = False) -> list[dict[str, str]]:
     """The rows of the winners of a GPU in the shipped bundle, as `hadagen bundle export` writes them: only the
-    winners that quantize, or only the others."""
+    winners that quantize, or only the others; and only those with a prologue, or only the others."""
     table = StringIO()
     winners = selection_of(Bundle.open(files.OURS))
     wanted = {
         cell: trial
         for cell, trial in winners.items()
-        if cell.gpu == gpu and (cell.problem.io.form is not None) is quantized
+        if (cell.gpu, cell.problem.io.form is not None, bool(cell.problem.prologue)) == (gpu, quantized, prologues)
     }
     print_csv(wanted, table)
     return [_told(row) for row in csv.DictReader(StringIO(table.getvalue()))]
