@@ -87,6 +87,7 @@ PARTS = {
     "api.md": ("api",),
     "formats.md": ("attention", "models"),
     "checkpoint.md": ("checkpoint",),
+    "prologues.md": ("prologues", "layer"),
     "performance.md": (
         "calls",
         "libraries",
@@ -101,7 +102,7 @@ PARTS = {
         "invariant",
         "pitched",
     ),
-    "measurements.md": ("rotations", "parts", "quantized_parts", "signs", "between"),
+    "measurements.md": ("rotations", "parts", "quantized_parts", "signs", "resources", "between"),
     "compared.md": ("compared",),
     "experiments.md": ("choices", "pruned"),
     "comparing-searches.md": ("search",),
