@@ -36,7 +36,8 @@ class Scheme:
 
     weights: "int8" or "fp8" (float8_e4m3fn), with a float32 scale for each row of a weight [out, in].
     activations: "fp8-row" or "int8-row", with a scale for each row; "fp8-tensor", with one scale for each layer, which
-        the checkpoint stores; None: activations are not quantized.
+        the checkpoint stores; None: activations are not quantized. "auto" becomes the format with a scale for each row
+        and the codes of the weights, because GPUs multiply codes of the same type.
     rotation: "quarot": the residual stream, the heads of values, and the inputs of down_proj are rotated in whole rows.
         "blocks": the inputs of each layer are rotated in blocks. None: nothing is rotated.
     seed: of the random signs of the rotation of the residual stream.
@@ -47,7 +48,7 @@ class Scheme:
     """
 
     weights: str = "int8"
-    activations: str | None = "fp8-row"
+    activations: str | None = "auto"
     rotation: str | None = "quarot"
     seed: int = 0
     ignore: tuple[str, ...] = ("lm_head",)
@@ -55,6 +56,8 @@ class Scheme:
 
     def __post_init__(self) -> None:
         _check_choice("weights", self.weights, WEIGHTS)
+        if self.activations == "auto":
+            object.__setattr__(self, "activations", WEIGHTS[self.weights])
         _check_choice("activations", self.activations, ACTIVATIONS)
         _check_choice("rotation", self.rotation, ROTATIONS)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
