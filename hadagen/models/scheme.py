@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError, choice, shown
-from hadagen.runtime.rotation import Rotation
+
+if TYPE_CHECKING:
+    from hadagen.runtime.rotation import Rotation
 
 METHOD, VERSION = "hadagen", 1  # in the `quantization_config` of a checkpoint
 # The format of `rotate_quantize` for the weights of a name.
@@ -27,6 +29,8 @@ class Online:
 
     def rotation(self) -> Rotation:
         """The module. Raises `UsageError` for an n or a block that has no rotation."""
+        from hadagen.runtime.rotation import Rotation  # which needs PyTorch
+
         return Rotation(self.n, block=self.block)
 
 
