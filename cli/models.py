@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from hadagen.models.evaluate import Figures
 
+CALIBRATION = 16  # windows of 512 tokens, at most
 _FOLDER = click.Path(path_type=Path)
 
 
@@ -30,10 +31,10 @@ _FOLDER = click.Path(path_type=Path)
 )
 @click.option(
     "--activations",
-    type=click.Choice(["auto", "int8-row", "fp8-row", "none"]),
+    type=click.Choice(["auto", "int8-row", "fp8-row", "fp8-tensor", "none"]),
     default="auto",
     show_default=True,
-    help="Format of activations; auto has the codes of the weights.",
+    help="Format of activations; auto has the codes of the weights, with a scale for each row.",
 )
 @click.option(
     "--rotation",
@@ -49,6 +50,7 @@ _FOLDER = click.Path(path_type=Path)
     metavar="LAYER",
     help="Do not quantize a layer, such as down_proj or model.layers.0.mlp.down_proj; may be given several times.",
 )
+@click.option("--calibrate", type=_FOLDER, metavar="FILE", help="Text in UTF-8, from which fp8-tensor has its scales.")
 @click.option("--device", default="cpu", show_default=True, help="Where to rotate and quantize, such as cuda.")
 def quantize(
     model: Path,
@@ -58,6 +60,7 @@ def quantize(
     rotation: str,
     seed: int,
     ignore: tuple[str, ...],
+    calibrate: Path | None,
     device: str,
 ) -> None:
     """Rotate and quantize a model.
@@ -69,8 +72,10 @@ def quantize(
     from hadagen.models.checkpoint import convert
 
     scheme = Scheme(weights, _name(activations), _name(rotation), seed, ("lm_head", *ignore))
+    place = _device(device)
+    measure = partial(_scales, _tokens(model, calibrate, CALIBRATION), place) if calibrate else None
     with keeping():
-        for file, is_kept in convert(model, out, scheme, device=_device(device), shown=counted):
+        for file, is_kept in convert(model, out, scheme, device=place, shown=counted, calibrate=measure):
             say(f"{file}: {'kept' if is_kept else 'written'}", err=True)
     before, after = (sum(path.stat().st_size for path in each.glob("*.safetensors")) for each in (model, out))
     say(f"{out} has {after / 1e6:.0f} MB of weights, in place of {before / 1e6:.0f} MB")
@@ -95,13 +100,13 @@ def evaluate(
     import torch
 
     from hadagen.models.checkpoint import Checkpoint
-    from hadagen.models.evaluate import measured, read_windows
+    from hadagen.models.evaluate import measured
 
     place = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folders = [*filter(None, (against, model))]
     for folder in folders:
         Checkpoint(folder)  # raises what is wrong with it
-    tokens = read_windows(model, text, windows)
+    tokens = _tokens(model, text, windows)
     rows: list[dict[str, Any]] = []
     expected: Figures | None = None
     for folder in folders:
@@ -123,6 +128,18 @@ def _name(given: str) -> str | None:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
+
+
+def _tokens(model: Path, text: Path, most: int | None) -> torch.Tensor:
+    from hadagen.models.evaluate import read_windows
+
+    return read_windows(model, text, most)
+
+
+def _scales(tokens: torch.Tensor, device: torch.device, folder: Path) -> dict[str, torch.Tensor]:
+    from hadagen.models.evaluate import input_scales
+
+    return input_scales(_loaded(folder, device), tokens, partial(counted, doing="calibrating"))
 
 
 def _loaded(folder: Path, device: torch.device) -> Any:

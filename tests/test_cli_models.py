@@ -19,19 +19,21 @@ from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, error, logits, model_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import hadagen
 from hadagen.errors import StorageError, UsageError
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models import checkpoint
 from hadagen.models.checkpoint import CONFIG, INDEX, UNFINISHED, convert
+from hadagen.models.layers import QuantizedLinear
 from hadagen.models.scheme import Scheme
 
 pytestmark = pytest.mark.usefixtures("machine")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def saved(folder: Path, kind: str = "qwen2", **options: Any) -> Path:
-    """A checkpoint in about six files, with a tokenizer."""
-    model_of(kind, **options).save_pretrained(folder, max_shard_size="30KB")
+def saved(folder: Path, kind: str = "qwen2", max_shard_size: str = "30KB", **options: Any) -> Path:
+    """A checkpoint in several files, with a tokenizer."""
+    model_of(kind, **options).save_pretrained(folder, max_shard_size=max_shard_size)
     words = {word: at for at, word in enumerate(["?", *map(str, range(1, SIZES["vocab_size"]))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -119,6 +121,45 @@ def test_a_last_layer_that_is_stored_beside_the_embedding(tmp_path: Path) -> Non
             out = tmp_path / f"{scale}{rotation}"
             succeed("quantize", tmp_path / "plain", out, "--activations", "none", "--rotation", rotation)
             assert error(logits(load(out)), logits(load(tmp_path / "plain"))) < 0.06
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_one_scale_for_the_activations_of_a_layer(kind: str, text: Path, tmp_path: Path) -> None:
+    """In one file, and in several."""
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    saved(plain, kind, max_shard_size="5GB" if kind == "llama" else "30KB")
+    wanted = "--weights", "fp8", "--activations", "fp8-tensor"
+    succeed("quantize", plain, out, *wanted, "--calibrate", text)
+    model = load(out)
+    assert error(logits(model), logits(load(plain))) < 0.3
+    tokens = torch.tensor([list(map(int, text.read_text().split()))])
+    rotated = load(plain, quantization_config=HadagenConfig("fp8", None))
+    seen: dict[str, torch.Tensor] = {}
+    for name, layer in rotated.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.register_forward_pre_hook(lambda layer, given, name=name: seen.update({name: given[0]}))
+    rotated(tokens)
+    scales = {name.removesuffix(".input_scale"): each for name, each in tensors(out).items() if "input_scale" in name}
+    assert scales.keys() == seen.keys()
+    for name, x in seen.items():
+        turned = x if "down" not in name else hadagen.Rotation(96)(x)
+        torch.testing.assert_close(scales[name], turned.abs().amax() / 448, rtol=1e-3, atol=0)
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+    for options in (wanted, ("--calibrate", str(text))):
+        said = sentence(run("quantize", plain, tmp_path / "other", *options), 2)
+        assert said.endswith("give both --activations fp8-tensor and --calibrate")
+    with pytest.raises(UsageError, match="takes its scales from a text; use hadagen quantize with --calibrate"):
+        load(plain, quantization_config=HadagenConfig("fp8", "fp8-tensor"))
+
+
+def test_a_configuration_without_a_type_gets_that_of_the_embedding(tmp_path: Path) -> None:
+    plain, out = saved(tmp_path / "plain"), tmp_path / "out"
+    config = json.loads((plain / CONFIG).read_text())
+    del config["dtype"]
+    (plain / CONFIG).write_text(json.dumps(config))
+    succeed("quantize", plain, out, "--weights", "fp8")
+    assert load(out).dtype == torch.float32
 
 
 # ---- runs that end early ---------------------------------------------------------------------------------------------

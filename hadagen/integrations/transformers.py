@@ -105,6 +105,8 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
         self._sizes = Sizes.of(known)
         if self.pre_quantized:
             insert(model, self.quantization_config.scheme)
+        elif self.quantization_config.activations == "fp8-tensor":
+            raise UsageError("fp8-tensor takes its scales from a text; use hadagen quantize with --calibrate")
         else:
             self.quantization_config._take(planned(self.quantization_config.scheme, self._sizes))
         return model

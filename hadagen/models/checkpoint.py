@@ -29,6 +29,10 @@ CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors
 UNFINISHED = "hadagen-quantize.json"
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 _FLOATS = ("F16", "BF16", "F32")
+# The files of a model in one file, if it needs another for the scales of activations.
+FIRST_OF_TWO, SCALES = "model-00001-of-00002.safetensors", "model-input-scales.safetensors"
+# (a folder with the weights in codes, and activations as they are) → the scales, by the names of their tensors
+Calibrate = Callable[[Path], dict[str, torch.Tensor]]
 Shown = Callable[[Sequence[str], str], Iterable[str]]  # the same names; shows how many are done, and of what
 
 
@@ -126,15 +130,18 @@ def convert(
     *,
     device: torch.device | str = "cpu",
     shown: Shown = lambda names, doing: names,
+    calibrate: Calibrate | None = None,
 ) -> Iterator[tuple[str, bool]]:
     """Write the rotated, quantized model of `source` to a folder. Yields each finished file, and whether it was kept.
 
     A folder that an earlier call left unfinished is completed, if model and scheme are the same. device: where tensors
-    are rotated and quantized.
+    are rotated and quantized. calibrate: measures the scales of activations "fp8-tensor", which need it.
 
     Raises `UsageError` for a model that cannot be quantized, and a folder that holds anything else; `StorageError` for
     files that cannot be read or written.
     """
+    if (scheme.activations == "fp8-tensor") != (calibrate is not None):
+        raise UsageError("fp8-tensor takes its scales from a text; give both --activations fp8-tensor and --calibrate")
     stored = Checkpoint(source)
     sizes = Sizes.of(stored.config)
     if sizes.tied and HEAD in stored.files and not torch.equal(stored.get(HEAD), stored.get(EMBEDDING)):
@@ -143,9 +150,10 @@ def convert(
     _check_is_whole(stored, sizes)
     folding = Folding(scheme, sizes, device)
     _begin(folder, {"scheme": scheme.to_dict(), "files": stored.states()})
-    shards = stored.shards()
     files: dict[str, str] = {}
-    for file, names in shards.items():
+    for file, names in stored.shards().items():
+        if calibrate and file == ONE_FILE:
+            file = FIRST_OF_TWO
         is_kept = (folder / file).exists()
         if not is_kept:
             tensors = {name: each for name in shown(names, file) for name, each in _made(folding, stored, name)}
@@ -153,16 +161,29 @@ def convert(
         with opened(folder / file) as reader:
             files |= dict.fromkeys(reader.keys(), file)
         yield file, is_kept
-    if list(shards) != [ONE_FILE]:
-        total = sum((folder / file).stat().st_size for file in shards)
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
     _copy_others(source, folder)
-    is_tied = sizes.tied and not folding.is_untied
-    changed = {"tie_word_embeddings": is_tied, "quantization_config": scheme.to_dict()}
-    write_json(folder / CONFIG, stored.config | changed)
+    config = stored.config | {"tie_word_embeddings": sizes.tied and not folding.is_untied}
+    if not config.get("dtype") and not config.get("torch_dtype"):  # else it would be taken from codes
+        config["dtype"] = str(stored.get(EMBEDDING).dtype).removeprefix("torch.")
+    if calibrate:
+        _write_index(folder, files)
+        as_they_are = replace(scheme, activations=None)
+        write_json(folder / CONFIG, config | {"quantization_config": as_they_are.to_dict()})
+        scales = calibrate(folder)
+        _save(folder / SCALES, scales)
+        files |= dict.fromkeys(scales, SCALES)
+        yield SCALES, False
+    if {*files.values()} != {ONE_FILE}:
+        _write_index(folder, files)
+    write_json(folder / CONFIG, config | {"quantization_config": scheme.to_dict()})
     (folder / UNFINISHED).unlink()
     for left in folder.glob(".hadagen-*"):  # of runs that were killed
         shutil.rmtree(left, ignore_errors=True)
+
+
+def _write_index(folder: Path, files: Mapping[str, str]) -> None:
+    total = sum((folder / file).stat().st_size for file in set(files.values()))
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
 def _check_is_whole(stored: Checkpoint, sizes: Sizes) -> None:

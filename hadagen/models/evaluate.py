@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +12,30 @@ import torch
 from tokenizers import Tokenizer
 
 from hadagen.errors import UsageError, shortened
+from hadagen.models.layers import QuantizedLinear
+from hadagen.runtime.quantize import rotate_quantize
 
 WINDOW = 512  # tokens
+Shown = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]  # the same windows; shows how many are done
+
+
+def input_scales(model: Any, windows: torch.Tensor, shown: Shown = iter) -> dict[str, torch.Tensor]:
+    """The scales of activations "fp8-tensor", by the names of tensors: the largest rotated input of each layer / 448.
+
+    model: with weights in codes, and activations as they are. windows: tokens of a text that is like later inputs.
+    """
+    largest: dict[str, torch.Tensor] = {}
+
+    def see(layer: QuantizedLinear, arguments: tuple[torch.Tensor], name: str) -> None:
+        found = rotate_quantize(arguments[0], layer.rotation, to="largest").scales.amax().cpu()
+        largest[name] = torch.maximum(largest.get(name, found), found)
+
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+    hooks = [each.register_forward_pre_hook(partial(see, name=name)) for name, each in layers.items()]
+    measured(model, windows, shown)
+    for hook in hooks:
+        hook.remove()
+    return {f"{name}.input_scale": each / 448 for name, each in largest.items()}
 
 
 class Figures(NamedTuple):
@@ -57,9 +80,9 @@ def read_windows(folder: Path, text: Path, most: int | None = None) -> torch.Ten
 def measured(
     model: Any,
     windows: torch.Tensor,
-    shown: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]] = iter,
+    shown: Shown = iter,
 ) -> Figures:
-    """The figures of a causal language model of transformers. shown: the same windows; shows how many are done.
+    """The figures of a causal language model of transformers.
 
     Raises `UsageError` if the tokens are not of the model's vocabulary.
     """

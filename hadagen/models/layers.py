@@ -184,7 +184,7 @@ def _split(module: QuantizedMLP, state: dict[str, Any], prefix: str, metadata: A
     for name in (*_MERGED, "input_scale"):
         both = state.pop(f"{prefix}gate_up_proj.{name}", None)
         if both is not None:
-            halves = both.chunk(2) if both.dim() else (both, both)
+            halves = both.chunk(2) if both.dim() else (both, both.clone())
             state |= {f"{prefix}{part}.{name}": half for part, half in zip(_PARTS, halves, strict=True)}
 
 
