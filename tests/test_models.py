@@ -12,7 +12,7 @@ from torch.nn.functional import linear, silu
 from hadagen import rotate_quantize
 from hadagen.errors import UsageError
 from hadagen.models.folding import Folding, Sizes, planned
-from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+from hadagen.models.layers import QuantizedLinear, QuantizedMLP, fp8_product, multiplies
 from hadagen.models.scheme import ACTIVATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")
@@ -151,6 +151,29 @@ def test_a_layer_multiplies_what_its_codes_stand_for(weights: str, activations: 
     found = layer(x)
     assert found.dtype == dtype
     assert error(found.float(), expected) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_products_of_fp8_codes(by_row: bool) -> None:
+    """As on GPUs: layers on a CPU dequantize FP8 codes, because not every release of PyTorch multiplies them there."""
+    torch.manual_seed(0)
+    x, w = (rotate_quantize(torch.randn(rows, 96), to="fp8-row") for rows in (6, 32))
+    found = fp8_product(x.codes, x.scales[:, None], w.codes, w.scales[:, None], by_row=by_row)
+    assert found.dtype == (torch.bfloat16 if by_row else torch.float32)
+    assert error(found.float(), x.dequantize() @ w.dequantize().T) < 4 * torch.finfo(found.dtype).eps
+
+
+def test_what_pytorch_multiplies() -> None:
+    """By the types of the codes, the GPU, and the length of rows."""
+    int8, fp8 = (torch.empty(64, 96, device="meta", dtype=each) for each in (torch.int8, torch.float8_e4m3fn))
+    assert multiplies(int8, int8, (7, 5))
+    assert multiplies(fp8, fp8, (8, 9))
+    assert not multiplies(fp8, fp8, (8, 6))
+    assert not multiplies(int8, int8, (0, 0))
+    assert not multiplies(fp8, int8, (9, 0))
+    assert not multiplies(fp8[:, :88], fp8[:, :88], (9, 0))
+    assert multiplies(int8[:, :88], int8[:, :88], (9, 0))
+    assert not multiplies(int8[:0], int8, (9, 0))
 
 
 def test_one_row_and_no_row() -> None:

@@ -87,23 +87,18 @@ class QuantizedLinear(torch.nn.Module):
 
     def _product(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """The product of the values that codes stand for, in dtype."""
-        if not _has_product(self.weight, q.codes):
-            return linear(q.dequantize(dtype), self._values(dtype))
+        device = self.weight.device
+        if not multiplies(q.codes, self.weight, _capability(device)):
+            wide = torch.float32 if device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
+            return linear(q.dequantize(wide), self._values(wide)).to(dtype)
         codes = q.codes.reshape(-1, self.in_features)
-        rows = len(codes)
-        scales = q.scales.reshape(-1, 1).expand(rows, 1)
-        weight, by_row = self.weight.T, self.weight_scale.T
+        scales = q.scales.reshape(-1, 1).expand(len(codes), 1)
         if codes.dtype == torch.int8:
-            more = max(0, _ROWS - rows)
-            sums = torch._int_mm(pad(codes, (0, 0, 0, more)) if more else codes, weight)[:rows]
-            y = (sums * scales * by_row).to(dtype)
-        elif dtype == torch.bfloat16:
-            y = torch._scaled_mm(codes, weight, scale_a=scales.contiguous(), scale_b=by_row, out_dtype=dtype)
-        else:  # scales of rows give bfloat16 alone on a GPU
-            one = self.weight_scale.new_ones(())
-            sums = torch._scaled_mm(codes, weight, scale_a=one, scale_b=one, out_dtype=torch.float32)
-            y = (sums * scales * by_row).to(dtype)
-        return y.view(*q.codes.shape[:-1], self.out_features)
+            y = int8_product(codes, scales, self.weight, self.weight_scale)
+        else:
+            by_row = dtype == torch.bfloat16 and _capability(device)[0] in (9, 10)
+            y = fp8_product(codes, scales, self.weight, self.weight_scale, by_row=by_row)
+        return y.to(dtype).view(*q.codes.shape[:-1], self.out_features)
 
     def _values(self, dtype: torch.dtype) -> torch.Tensor:
         return (self.weight.float() * self.weight_scale).to(dtype)
@@ -131,20 +126,44 @@ def _held(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
-def _has_product(weight: torch.Tensor, codes: torch.Tensor) -> bool:
-    """Whether PyTorch multiplies these codes on this device. If not, they are dequantized."""
+def multiplies(codes: torch.Tensor, weight: torch.Tensor, capability: tuple[int, int]) -> bool:
+    """Whether PyTorch multiplies codes of both types on a device. If not, they are dequantized.
+
+    capability: of the GPU; (0, 0) for another device.
+    """
     if weight.dtype != codes.dtype or not codes.numel():
         return False
     if weight.device.type == "cpu":
-        return True
-    by = 8 if weight.dtype == torch.int8 else 16
-    fits = weight.shape[0] % by == 0 and weight.shape[1] % by == 0
-    return weight.is_cuda and fits and (weight.dtype == torch.int8 or _multiplies_fp8(weight.device))
+        return weight.dtype == torch.int8
+    by, least = (8, (7, 5)) if weight.dtype == torch.int8 else (16, (8, 9))
+    return capability >= least and weight.shape[0] % by == 0 and weight.shape[1] % by == 0
+
+
+def int8_product(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
+) -> torch.Tensor:
+    """(codes · scales) · (weight · weight_scale)ᵀ, float32 [rows, out]. scales: float32 [rows, 1]."""
+    rows = len(codes)
+    filled = pad(codes, (0, 0, 0, _ROWS - rows)) if rows < _ROWS else codes
+    return torch._int_mm(filled, weight.T)[:rows] * scales * weight_scale.T
+
+
+def fp8_product(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, *, by_row: bool
+) -> torch.Tensor:
+    """The same of FP8 codes: float32, or bfloat16 if the product itself takes scales of rows (by_row)."""
+    if by_row:
+        return torch._scaled_mm(
+            codes, weight.T, scale_a=scales.contiguous(), scale_b=weight_scale.T, out_dtype=torch.bfloat16
+        )
+    one = weight_scale.new_ones(())
+    sums = torch._scaled_mm(codes, weight.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return sums * scales * weight_scale.T
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _multiplies_fp8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 # ---- the MLP ---------------------------------------------------------------------------------------------------------
