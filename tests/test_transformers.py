@@ -1,5 +1,6 @@
 """`hadagen.integrations.transformers`: models quantized at load, stored, loaded again, and refused."""
 
+import copy
 import importlib
 import json
 import os
@@ -169,6 +170,23 @@ def test_weights_that_were_offloaded_are_one_sentence(folder: Path) -> None:
     model.model.layers[1].to("meta")
     with pytest.raises(UsageError, match=r"model\.layers\.1\..* is not in memory; load the model without offloading"):
         quantizer._process_model_after_weight_loading(model)
+
+
+def test_tensor_parallelism_is_one_sentence(folder: Path) -> None:
+    quantizer = integration.HadagenQuantizer(HadagenConfig(), pre_quantized=True)
+    model = load(folder)
+    model._tp_size = 2
+    with pytest.raises(UsageError, match="tp_plan splits layers with codes, which is not possible; leave it out"):
+        quantizer._process_model_after_weight_loading(model)
+
+
+def test_a_quantized_model_is_copied_and_stored_by_pickle(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, quantization_config=HadagenConfig("fp8")).model
+    torch.save(model, tmp_path / "model.pt")
+    for again in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        with torch.no_grad():
+            assert torch.equal(again(TOKENS).last_hidden_state, model(TOKENS).last_hidden_state)
+        assert again.state_dict().keys() == model.state_dict().keys()
 
 
 def test_a_configuration_that_is_wrong_is_one_sentence(folder: Path) -> None:

@@ -112,6 +112,8 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if model._tp_size:
+            raise UsageError("tp_plan splits layers with codes, which is not possible; leave it out, or use vLLM")
         for name, each in model.named_parameters():
             if each.is_meta:
                 raise _not_in_memory(f"{name} is not in memory")
