@@ -23,6 +23,7 @@ from hadagen.cli.compile import compile_
 from hadagen.cli.doctor import doctor
 from hadagen.cli.emit import emit
 from hadagen.cli.groups import Group
+from hadagen.cli.models import evaluate, quantize
 from hadagen.cli.output import say
 from hadagen.cli.record import record
 from hadagen.cli.replay import replay
@@ -97,7 +98,7 @@ def dev() -> None:
 
 @click.group(
     cls=Commands,
-    commands=[tune, best, bench, bundle, compile_, report, emit, doctor, dev],
+    commands=[tune, best, bench, bundle, compile_, report, emit, quantize, evaluate, doctor, dev],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.version_option(package_name="hadagen", message="%(prog)s %(version)s")

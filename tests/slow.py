@@ -152,6 +152,7 @@ SAMPLED = {
     "test_store.py::test_damaged_rows_are_refused": 3,
     "test_toolchain.py::test_a_batch_comes_back_in_order_and_only_what_is_wrong_fails": 2,
     "test_toolchain.py::test_the_death_of_a_compiler_says_nothing_of_a_source": 5,
+    "test_transformers.py::test_a_real_model_loses_as_little_as_the_example": 0,
     "test_traces.py::test_compiled_calls_have_the_derivatives_that_are_asked_for": 4,
     "test_traces.py::test_importing_both_registers_all": 2,
     "test_traces.py::test_one_compilation_takes_all_numbers_of_rows": 24,

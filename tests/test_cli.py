@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 # ---- help ------------------------------------------------------------------------------------------------------------
 COMMANDS = {
-    "": ["tune", "best", "bench", "bundle", "compile", "report", "emit", "doctor", "dev"],
+    "": ["tune", "best", "bench", "bundle", "compile", "report", "emit", "quantize", "eval", "doctor", "dev"],
     "bench": ["kernels", "between", "calls"],
     "bundle": ["list", "make", "estimate", "verify", "sign", "show", "merge", "assemble", "export"],
     "dev": ["record", "replay"],

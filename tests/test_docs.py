@@ -540,8 +540,9 @@ PAGES = [path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] i
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_code_of_every_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_every_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the page, but for blocks that say that they need a GPU."""
+    monkeypatch.chdir(tmp_path)
     # Inductor would compile C++ for half a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     names: dict[str, Any] = {}

@@ -36,13 +36,14 @@ TABLE = """
     compat               | runtime problem errors                                    | torch
     presets              | runtime truth errors                                      | torch
     prologues            | runtime problem errors                                    | torch
-    integrations         |                                                           |
+    models               | prologues runtime tuning_db problem errors                | safetensors tokenizers torch
+    integrations         | models errors                                             | torch
     __init__             | runtime.registration runtime problem errors               |
     report               | tuning_db.bundle tuning_db plan problem errors            |
     report.drawing       | report problem errors                                     | bokeh jinja2
     fleet                | measure gpu compiler plan problem owners errors           | dask distributed tornado
     tuner                | *                                                         | optuna sqlalchemy
-    cli                  | *                                                         | click rich torch
+    cli                  | *                                                         | click rich torch transformers
 """  # noqa: E501
 # What a program that only calls kernels never imports.
 HEAVY = (

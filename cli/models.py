@@ -1,0 +1,169 @@
+"""`hadagen quantize` and `hadagen eval`: models with rotated 8-bit codes, and what they lose."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.output import counted, print_json, print_table, say
+from hadagen.cli.sentences import keeping
+from hadagen.errors import UsageError, shown
+from hadagen.models.scheme import WEIGHTS, Scheme
+
+if TYPE_CHECKING:
+    import torch
+
+    from hadagen.models.evaluate import Figures
+
+CALIBRATION = 16  # windows of 512 tokens, at most
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("model", type=_FOLDER)
+@click.argument("out", type=_FOLDER)
+@click.option(
+    "--weights", type=click.Choice(list(WEIGHTS)), default="int8", show_default=True, help="Codes of weights."
+)
+@click.option(
+    "--activations",
+    type=click.Choice(["auto", "int8-row", "fp8-row", "fp8-tensor", "none"]),
+    default="auto",
+    show_default=True,
+    help="Format of activations; auto has the codes of the weights, with a scale for each row.",
+)
+@click.option(
+    "--rotation",
+    type=click.Choice(["quarot", "blocks", "none"]),
+    default="quarot",
+    show_default=True,
+    help="Whole rows as in QuaRot, or blocks of up to 128 elements.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random signs.")
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="LAYER",
+    help="Do not quantize a layer, such as down_proj or model.layers.0.mlp.down_proj; may be given several times.",
+)
+@click.option("--calibrate", type=_FOLDER, metavar="FILE", help="Text in UTF-8, from which fp8-tensor has its scales.")
+@click.option("--device", default="cpu", show_default=True, help="Where to rotate and quantize, such as cuda.")
+def quantize(
+    model: Path,
+    out: Path,
+    weights: str,
+    activations: str,
+    rotation: str,
+    seed: int,
+    ignore: tuple[str, ...],
+    calibrate: Path | None,
+    device: str,
+) -> None:
+    """Rotate and quantize a model.
+
+    MODEL is a folder with config.json and *.safetensors. OUT is a new folder,
+    which transformers and vLLM load with hadagen. The memory of one file of
+    MODEL is enough. The same command continues a run that was killed.
+    """
+    from hadagen.models.checkpoint import convert
+
+    scheme = Scheme(weights, _name(activations), _name(rotation), seed, ("lm_head", *ignore))
+    place = _device(device)
+    measure = partial(_scales, _tokens(model, calibrate, CALIBRATION), place) if calibrate else None
+    with keeping():
+        for file, is_kept in convert(model, out, scheme, device=place, shown=counted, calibrate=measure):
+            say(f"{file}: {'kept' if is_kept else 'written'}", err=True)
+    before, after = (sum(path.stat().st_size for path in each.glob("*.safetensors")) for each in (model, out))
+    say(f"{out} has {after / 1e6:.0f} MB of weights, in place of {before / 1e6:.0f} MB")
+
+
+@click.command("eval")
+@click.argument("model", type=_FOLDER)
+@click.option("--text", type=_FOLDER, required=True, help="Text to predict, in UTF-8.")
+@click.option("--against", type=_FOLDER, help="Model to compare with, such as the one that was quantized.")
+@click.option("--windows", type=click.IntRange(1), help="Use only the first windows of 512 tokens.")
+@click.option("--device", help="Where to run, such as cuda.  [default: the GPU if there is one]")
+@options.as_json
+def evaluate(
+    model: Path, text: Path, against: Path | None, windows: int | None, device: str | None, as_json: bool
+) -> None:
+    """Measure how well a model predicts a text.
+
+    Prints the perplexity of MODEL, a folder with safetensors and
+    tokenizer.json. With --against, prints that of the other model too, and
+    the share of positions at which both find the same next token most likely.
+    """
+    import torch
+
+    from hadagen.models.checkpoint import Checkpoint
+    from hadagen.models.evaluate import measured
+
+    place = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    folders = [*filter(None, (against, model))]
+    for folder in folders:
+        Checkpoint(folder)  # raises what is wrong with it
+    tokens = _tokens(model, text, windows)
+    rows: list[dict[str, Any]] = []
+    expected: Figures | None = None
+    for folder in folders:
+        found = measured(_loaded(folder, place), tokens, partial(counted, doing=folder.name))
+        agreement = None if expected is None else found.agreement(expected)
+        rows.append({"model": str(folder), "perplexity": found.perplexity, "same_top": agreement})
+        expected = found
+    if as_json:
+        print_json({"windows": len(tokens), "tokens": tokens.numel(), "rows": rows})
+        return
+    headers = ["model", "perplexity", *(["same first choice"] if against else [])]
+    cells = [[row["model"], f"{row['perplexity']:.3f}", _percent(row["same_top"])] for row in rows]
+    print_table(headers, [each[: len(headers)] for each in cells])
+
+
+def _name(given: str) -> str | None:
+    return None if given == "none" else given
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _tokens(model: Path, text: Path, most: int | None) -> torch.Tensor:
+    from hadagen.models.evaluate import read_windows
+
+    return read_windows(model, text, most)
+
+
+def _scales(tokens: torch.Tensor, device: torch.device, folder: Path) -> dict[str, torch.Tensor]:
+    from hadagen.models.evaluate import input_scales
+
+    return input_scales(_loaded(folder, device), tokens, partial(counted, doing="calibrating"))
+
+
+def _loaded(folder: Path, device: torch.device) -> Any:
+    """The model of a folder, by transformers."""
+    import transformers
+
+    from hadagen.integrations.transformers import HadagenConfig
+    from hadagen.models.checkpoint import CONFIG, read_json
+
+    if read_json(folder / CONFIG).get("quantization_config"):
+        HadagenConfig()  # raises the reason if transformers would not know it
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    dtype = "float32" if device.type == "cpu" else "auto"  # which multiplies 16-bit types slowly
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)  # type: ignore[arg-type]
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    try:
+        place = torch.device(name)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError):
+        raise UsageError(
+            f"device {shown(name)} is not here; leave --device out, or name one that PyTorch finds"
+        ) from None
+    return place

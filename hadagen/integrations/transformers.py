@@ -1,0 +1,133 @@
+"""transformers loads, quantizes and stores models with hadagen's codes, once this module is imported.
+
+    from hadagen.integrations.transformers import HadagenConfig
+
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", quantization_config=HadagenConfig())
+    model.save_pretrained("qwen3-8b-hadagen")
+
+A program that loads such a folder imports this module first, because transformers cannot find it by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hadagen.errors import UsageError, shown
+from hadagen.integrations.host import SWITCH, Changed, Host
+from hadagen.models.folding import Sizes, planned
+from hadagen.models.modules import insert, merge, quantize
+from hadagen.models.scheme import METHOD, VERSION, Scheme
+
+HOST = Host("transformers", "transformers", "5.24")
+
+
+def _host_of() -> tuple[Any, Any, str]:
+    """The base classes of a configuration and of a quantizer, and why there are none."""
+    if not HOST.is_enabled():
+        return object, object, f"{SWITCH}={os.environ[SWITCH]} switches it off"
+    try:
+        config = HOST.get("transformers.utils.quantization_config:QuantizationConfigMixin")
+        quantizer = HOST.get("transformers.quantizers.base:HfQuantizer")
+        for name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading"):
+            HOST.get(f"transformers.quantizers.base:HfQuantizer.{name}", "self", "model", "kwargs")
+        HOST.get("transformers.quantizers.auto:register_quantization_config", "method")
+        HOST.get("transformers.quantizers.auto:register_quantizer", "name")
+    except Changed as reason:
+        HOST.warn(str(reason))
+        return object, object, str(reason)
+    return config, quantizer, ""
+
+
+_Config, _Quantizer, _missing = _host_of()
+
+
+class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
+    """How transformers rotates and quantizes a model with hadagen: the argument `quantization_config`.
+
+    weights: "int8" or "fp8".
+    activations: "int8-row" or "fp8-row"; "auto" for that with the codes of the weights, which GPUs multiply fast; None
+        for activations as they are.
+    rotation: "quarot" for whole rows, "blocks", or None.
+    seed: of random signs.
+    ignore: layers that are not quantized, by their names or the last components of their names.
+
+    Raises `UsageError` for impossible values, and if transformers has no quantizer of hadagen.
+    """
+
+    def __init__(
+        self,
+        weights: str = "int8",
+        activations: str | None = "auto",
+        rotation: str | None = "quarot",
+        seed: int = 0,
+        ignore: Iterable[str] = ("lm_head",),
+        **stored: Any,
+    ) -> None:
+        if _missing:
+            raise UsageError(f"transformers has no quantizer of hadagen: {_missing}; load the model without it")
+        given = {"weights": weights, "activations": activations, "rotation": rotation, "seed": seed, "ignore": ignore}
+        self._take(Scheme.from_dict({"quant_method": METHOD, "version": VERSION} | given | stored))
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme.from_dict(vars(self))
+
+    def _take(self, scheme: Scheme) -> None:
+        self.__dict__.update(scheme.to_dict())
+
+
+class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
+    """What `from_pretrained` calls before and after it loads the weights of a model."""
+
+    requires_calibration = False
+    is_trainable = False
+    is_compileable = True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        places = device_map.values() if isinstance(device_map, dict) else [device_map]
+        if any(str(place) in ("disk", "meta") for place in places):
+            raise _not_in_memory(f"device_map {shown(device_map)} leaves weights out of memory")
+
+    def update_dtype(self, dtype: Any) -> Any:
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UsageError(f"dtype {dtype} cannot be quantized; pass float32, float16 or bfloat16")
+        return dtype
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        known = {name: each for name, each in model.config.to_dict().items() if name != "quantization_config"}
+        self._sizes = Sizes.of(known)
+        if self.pre_quantized:
+            insert(model, self.quantization_config.scheme)
+        elif self.quantization_config.activations == "fp8-tensor":
+            raise UsageError("fp8-tensor takes its scales from a text; use hadagen quantize with --calibrate")
+        else:
+            self.quantization_config._take(planned(self.quantization_config.scheme, self._sizes))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if model._tp_size:
+            raise UsageError("tp_plan splits layers with codes, which is not possible; leave it out, or use vLLM")
+        for name, each in model.named_parameters():
+            if each.is_meta:
+                raise _not_in_memory(f"{name} is not in memory")
+        if not self.pre_quantized and quantize(model, self.quantization_config.scheme, self._sizes):
+            model.config.tie_word_embeddings = False
+            model.all_tied_weights_keys = {}
+        merge(model)
+        return model.requires_grad_(False)
+
+
+def _not_in_memory(why: str) -> UsageError:
+    return UsageError(f'{why}; load the model without offloading, such as with device_map="cuda"')
+
+
+if not _missing:
+    HOST.get("transformers.quantizers.auto:register_quantization_config")(METHOD)(HadagenConfig)
+    HOST.get("transformers.quantizers.auto:register_quantizer")(METHOD)(HadagenQuantizer)

@@ -1,0 +1,71 @@
+"""Quantized layers in place of the linear layers of a model in memory, whose modules have the names of Llama's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from hadagen.errors import UsageError
+from hadagen.models.folding import EMBEDDING, HEAD, Folding, Sizes
+from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+from hadagen.models.scheme import Scheme
+
+
+def insert(model: torch.nn.Module, scheme: Scheme) -> None:
+    """Put layers in place of those that have codes, for a state dict to fill."""
+    for name, layer in _linears(model, scheme):
+        is_biased, like = layer.bias is not None, layer.weight
+        sizes = layer.in_features, layer.out_features
+        made = QuantizedLinear(name, scheme, *sizes, bias=is_biased, device=like.device, dtype=like.dtype)
+        model.set_submodule(name, made)
+
+
+def quantize(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> bool:
+    """Rotate and quantize the weights of a model, one layer after the other, each on the device where it is.
+
+    scheme: with the rotations of `planned`. Returns whether the last layer was tied to the embedding before. Raises
+    `UsageError` if the model has no last layer of its own, or other names than Llama's.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for name in (EMBEDDING, HEAD):
+        if name not in dict(model.named_parameters(remove_duplicate=False)):
+            raise UsageError(f"{type(model).__name__} has no {name}; load it as a causal language model")
+    is_tied = model.get_parameter(HEAD) is model.get_parameter(EMBEDDING)
+    sizes = replace(sizes, tied=is_tied)
+    of = cache(lambda device: Folding(scheme, sizes, device))
+    factors = {name: each.data for name, each in model.named_parameters() if each.dim() == 1}  # norms change on the way
+
+    def get(name: str) -> torch.Tensor:
+        return factors[name] if name in factors else model.get_parameter(name).data
+
+    linears = dict(_linears(model, scheme))
+    for name, layer in linears.items():
+        folding = of(layer.weight.device)
+        weight = folding.fold(f"{name}.weight", get)
+        bias = None if layer.bias is None else folding.fold(f"{name}.bias", get).to(layer.bias.dtype)
+        model.set_submodule(name, QuantizedLinear.of(name, scheme, weight, bias))
+    for name in names:
+        if name.rpartition(".")[0] in linears:
+            continue
+        stored = get(name)
+        folding = of(stored.device)
+        made = {made: folding.fold(made, get).to(stored.dtype) for made in folding.made_of(name)}
+        for changed, tensor in made.items():
+            module, _, part = changed.rpartition(".")
+            setattr(model.get_submodule(module), part, torch.nn.Parameter(tensor, requires_grad=False))
+    return is_tied and scheme.rotation == "quarot"
+
+
+def merge(model: torch.nn.Module) -> None:
+    """Put a `QuantizedMLP` in place of each MLP whose layers have codes."""
+    for name, module in list(model.named_modules()):
+        parts = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
+        if all(isinstance(part, QuantizedLinear) and part.activations for part in parts):
+            model.set_submodule(name, QuantizedMLP(*parts))  # type: ignore[arg-type]
+
+
+def _linears(model: torch.nn.Module, scheme: Scheme) -> list[tuple[str, torch.nn.Linear]]:
+    found = [(name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    return [(name, layer) for name, layer in found if scheme.is_quantized(name)]

