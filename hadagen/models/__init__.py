@@ -1,0 +1,5 @@
+"""Rotated and quantized language models: how a checkpoint becomes one, and the layers that run it.
+
+`scheme` says what is quantized, and how; a checkpoint stores it as `quantization_config`. `folding` computes the
+rotated weights, and `layers` has the linear layers with codes.
+"""

@@ -1,0 +1,173 @@
+"""The weights of a rotated model, tensor by tensor, from those of the model as it is.
+
+The model is Llama-like: linear layers behind RMSNorms read the residual stream, and linear layers write it. With the
+rotation "quarot", norms lose their factors, which go into the layers behind them. R1 rotates the residual stream, and
+R2 the heads of values; both are folded into weights. R4 rotates the inputs of down_proj in each pass, so its inverse is
+folded. The rotation "blocks" folds the inverse of a rotation of the inputs of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hadagen.errors import UsageError, choice, shown
+from hadagen.models.scheme import LAYERS, METHOD, Online, Scheme
+from hadagen.runtime.rotation import Rotation
+
+Get = Callable[[str], torch.Tensor]  # the tensor of a name
+
+MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3")
+EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+# The norm before each layer that reads the residual stream.
+NORMS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
+}
+_MOST_OF_A_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model: of the residual stream (width), of the MLP (inner), and of heads. tied: whether the
+    embedding is the last layer too."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Sizes:
+        """The sizes in a `config.json`. Raises `UsageError` for a model that cannot be rotated."""
+        kind = config.get("model_type")
+        if kind not in MODEL_TYPES:
+            raise UsageError(f"model_type {shown(kind)} cannot be quantized; {choice(kind, MODEL_TYPES)}")
+        if config.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise UsageError(f"hidden_act {shown(config['hidden_act'])} cannot be quantized; only silu can")
+        if method := (config.get("quantization_config") or {}).get("quant_method"):
+            by = "" if method == METHOD else f" by {shown(method)}"
+            raise UsageError(f"the model is quantized already{by}; name one with weights of 16 or 32 bits")
+        try:
+            heads, width = config["num_attention_heads"], config["hidden_size"]
+            return cls(
+                layers=config["num_hidden_layers"],
+                width=width,
+                inner=config["intermediate_size"],
+                heads=heads,
+                kv_heads=config.get("num_key_value_heads") or heads,
+                head=config.get("head_dim") or width // heads,
+                tied=bool(config.get("tie_word_embeddings", False)),
+            )
+        except KeyError as error:
+            raise UsageError(f"the configuration of the model has no {error}; take it from the checkpoint") from None
+
+    def inputs(self) -> dict[str, int]:
+        """The length of the input of each quantized layer."""
+        lengths = {"o_proj": self.heads * self.head, "down_proj": self.inner}
+        return {name: lengths.get(name, self.width) for name in LAYERS}
+
+
+def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
+    """The scheme with the rotations that run in each pass of a model of these sizes.
+
+    A block has the largest power of two up to 128 that divides the input. Raises `UsageError` if there is no rotation
+    of such rows.
+    """
+    if scheme.rotation is None:
+        return replace(scheme, online={})
+    if scheme.rotation == "quarot":
+        online = {"down_proj": Online(sizes.inner)}
+    else:
+        online = {name: Online(n, min(n & -n, _MOST_OF_A_BLOCK)) for name, n in sizes.inputs().items()}
+    for each in online.values():
+        each.rotation()
+    return replace(scheme, online=online)
+
+
+class Folding:
+    """The tensors of a rotated model.
+
+    scheme: with the rotations of `planned`. device: where tensors are rotated. Raises `UsageError` if there is no
+    rotation of the sizes of the model.
+    """
+
+    def __init__(self, scheme: Scheme, sizes: Sizes, device: torch.device | str = "cpu") -> None:
+        self.scheme, self.sizes, self.device = scheme, sizes, device
+        self._online = {name: each.rotation().to(device) for name, each in scheme.online.items()}
+        self._whole = scheme.rotation == "quarot"
+        if self._whole:
+            generator = torch.Generator().manual_seed(scheme.seed)
+            signs = 1 - 2 * torch.randint(0, 2, (sizes.width,), generator=generator)
+            self._r1 = Rotation(sizes.width, signs=signs).to(device)
+            self._r2 = Rotation(sizes.head).to(device)
+
+    @property
+    def is_untied(self) -> bool:
+        """Whether the rotated model needs a last layer of its own, which the model as it is does not have."""
+        return self._whole and self.sizes.tied
+
+    def made_of(self, name: str) -> list[str]:
+        """The tensors of the rotated model that are made of a stored tensor. Factors of norms are read besides."""
+        if name == EMBEDDING and self.is_untied:
+            return [EMBEDDING, HEAD]
+        if name == HEAD and self.sizes.tied:  # some checkpoints store the embedding twice
+            return []
+        return [name]
+
+    def fold(self, name: str, get: Get) -> torch.Tensor:
+        """A tensor of the rotated model, float32 if it is another than in the model as it is.
+
+        get: returns a tensor of the model as it is. Raises what it raises for the name of a missing tensor.
+        """
+        source = EMBEDDING if name == HEAD and self.sizes.tied else name
+        module, _, part = name.rpartition(".")
+        short = module.rpartition(".")[2]
+        if self._whole:
+            if name == LAST_NORM or short in NORMS.values():
+                return torch.ones_like(get(name))
+            if name == EMBEDDING:
+                return self._r1(self._wide(get, name))  # type: ignore[no-any-return]
+            if name == HEAD:
+                return self._r1.fold_into(self._wide(get, source) * self._wide(get, LAST_NORM), "input")  # type: ignore[return-value]
+        if short not in LAYERS or part not in ("weight", "bias"):
+            return get(source)
+        if part == "bias":
+            return self._bias(short, name, get)
+        return self._weight(module, short, get)
+
+    def _weight(self, module: str, short: str, get: Get) -> torch.Tensor:
+        weight = self._wide(get, f"{module}.weight")
+        if self._whole:
+            if short in NORMS:
+                layer = module.rpartition(".")[0].rpartition(".")[0]
+                weight = _into(self._r1, weight * self._wide(get, f"{layer}.{NORMS[short]}.weight"), "input")
+            if short == "v_proj":
+                weight = _into(self._r2, weight.reshape(-1, self.sizes.head, weight.shape[1]), "output").flatten(0, 1)
+            elif short == "o_proj":
+                weight = _into(self._r2, weight.reshape(len(weight), -1, self.sizes.head), "input").flatten(1)
+            if short in ("o_proj", "down_proj"):
+                weight = _into(self._r1, weight, "output")
+        if self.scheme.online_of(module):
+            weight = _into(self._online[short], weight, "input")
+        return weight
+
+    def _bias(self, short: str, name: str, get: Get) -> torch.Tensor:
+        if self._whole and short == "v_proj":
+            return self._r2(self._wide(get, name).reshape(-1, self.sizes.head)).flatten()  # type: ignore[no-any-return]
+        if self._whole and short in ("o_proj", "down_proj"):
+            return self._r1(self._wide(get, name))  # type: ignore[no-any-return]
+        return get(name)
+
+    def _wide(self, get: Get, name: str) -> torch.Tensor:
+        return get(name).detach().to(self.device, torch.float32)
+
+
+def _into(rotation: Rotation, weight: torch.Tensor, side: str) -> torch.Tensor:
+    return rotation.fold_into(weight, side)  # type: ignore[return-value]

@@ -1,0 +1,195 @@
+"""Linear layers with 8-bit codes, whose inputs are rotated and quantized in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, pad
+
+from hadagen import prologues
+from hadagen.errors import UsageError
+from hadagen.models.scheme import WEIGHTS, Scheme
+from hadagen.problem.prologues import Prologue
+from hadagen.runtime.quantize import rotate_quantize
+from hadagen.runtime.quantized import Quantized
+
+TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_ROWS = 17  # the fewest rows of a product of INT8 codes that cuBLAS takes
+
+
+def codes_of(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [out, in] of a weight, "int8" or "fp8", and their scales, float32 [out, 1]."""
+    made = rotate_quantize(weight, to=WEIGHTS[weights])
+    return made.codes, made.scales.reshape(-1, 1)
+
+
+class QuantizedLinear(torch.nn.Module):
+    """y = x · weightᵀ + bias, with codes in place of the weight, and of x if the scheme quantizes activations.
+
+    name: of the layer in its model, by which the scheme says whether its input is rotated. bias: whether there is one.
+    dtype: of the bias.
+
+    Parameters: weight, int8 or float8_e4m3fn [out, in]; weight_scale, float32 [out, 1]; bias [out]; and input_scale,
+    float32 [], if the scheme has one scale for all activations of a layer. Codes and scales keep their types in
+    `.half()` and the like.
+
+    forward takes x [..., in] of type float16, bfloat16 or float32, without a gradient, and returns [..., out] of the
+    same type. With `before`, a prologue such as SiluMul(), x is [..., 2·in].
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scheme: Scheme,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.activations = scheme.activations
+        self.before: Prologue | None = None
+        online = scheme.online_of(name)
+        if online and online.n != in_features:
+            raise UsageError(
+                f"{name} has {in_features} inputs, but the quantization_config rotates {online.n}; quantize it again"
+            )
+        self.rotation = online.rotation() if online else None
+        self.weight = _held(torch.empty(out_features, in_features, device=device, dtype=TYPES[scheme.weights]))
+        self.weight_scale = _held(torch.empty(out_features, 1, device=device, dtype=torch.float32))
+        self.bias = _held(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        per_tensor = scheme.activations == "fp8-tensor"
+        self.input_scale = _held(torch.ones((), device=device, dtype=torch.float32)) if per_tensor else None
+
+    @classmethod
+    def of(cls, name: str, scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantizedLinear:
+        """The layer of a weight [out, in], into which the inverse of the rotation is folded already."""
+        made = cls(name, scheme, weight.shape[1], weight.shape[0], device="meta")
+        codes, scales = codes_of(weight, scheme.weights)
+        made.weight, made.weight_scale = _held(codes), _held(scales)
+        made.bias = None if bias is None else _held(bias)
+        if made.input_scale is not None:
+            made.input_scale = _held(torch.ones((), device=weight.device))
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activations is None:
+            turned = x if self.rotation is None else self.rotation(x)
+            return linear(turned, self._values(x.dtype), self.bias)
+        q = rotate_quantize(x, self.rotation, to=self.activations, before=self.before, tensor_scale=self.input_scale)
+        y = self._product(q, x.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def _product(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """The product of the values that codes stand for, in dtype."""
+        if not _has_product(self.weight, q.codes):
+            return linear(q.dequantize(dtype), self._values(dtype))
+        codes = q.codes.reshape(-1, self.in_features)
+        rows = len(codes)
+        scales = q.scales.reshape(-1, 1).expand(rows, 1)
+        weight, by_row = self.weight.T, self.weight_scale.T
+        if codes.dtype == torch.int8:
+            more = max(0, _ROWS - rows)
+            sums = torch._int_mm(pad(codes, (0, 0, 0, more)) if more else codes, weight)[:rows]
+            y = (sums * scales * by_row).to(dtype)
+        elif dtype == torch.bfloat16:
+            y = torch._scaled_mm(codes, weight, scale_a=scales.contiguous(), scale_b=by_row, out_dtype=dtype)
+        else:  # scales of rows give bfloat16 alone on a GPU
+            one = self.weight_scale.new_ones(())
+            sums = torch._scaled_mm(codes, weight, scale_a=one, scale_b=one, out_dtype=torch.float32)
+            y = (sums * scales * by_row).to(dtype)
+        return y.view(*q.codes.shape[:-1], self.out_features)
+
+    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+        return (self.weight.float() * self.weight_scale).to(dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Codes and scales are moved as bytes, so that no change of a type reaches them."""
+        if self.bias is not None:
+            self.bias = _held(fn(self.bias.data))
+        for name in ("weight", "weight_scale", "input_scale"):
+            held = getattr(self, name)
+            if held is not None:
+                dtype = held.dtype
+                bits = torch.uint8 if dtype.itemsize == 1 else torch.int32
+                setattr(self, name, _held(fn(held.data.view(bits)).view(dtype)))
+        if self.rotation is not None:
+            self.rotation._apply(fn)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.weight.dtype}, activations={self.activations!r}"
+
+
+def _held(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+def _has_product(weight: torch.Tensor, codes: torch.Tensor) -> bool:
+    """Whether PyTorch multiplies these codes on this device. If not, they are dequantized."""
+    if weight.dtype != codes.dtype or not codes.numel():
+        return False
+    if weight.device.type == "cpu":
+        return True
+    by = 8 if weight.dtype == torch.int8 else 16
+    fits = weight.shape[0] % by == 0 and weight.shape[1] % by == 0
+    return weight.is_cuda and fits and (weight.dtype == torch.int8 or _multiplies_fp8(weight.device))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _multiplies_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+# ---- the MLP ---------------------------------------------------------------------------------------------------------
+_PARTS = ("gate_proj", "up_proj")
+_MERGED = ("weight", "weight_scale", "bias")
+
+
+class QuantizedMLP(torch.nn.Module):
+    """down(SiLU(gate(x)) · up(x)): one product for gate and up, and one kernel that multiplies, rotates and quantizes.
+
+    The state dict has the names and tensors of gate_proj, up_proj and down_proj.
+    """
+
+    def __init__(self, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = merged(gate, up), down
+        down.before = prologues.SiluMul()
+        self.register_state_dict_post_hook(_split)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_merge)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj(x))  # type: ignore[no-any-return]
+
+
+def merged(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedLinear:
+    """One layer with the outputs of gate, then those of up, which take the same input. It takes the place of both."""
+    for name in _MERGED:
+        both = [getattr(each, name) for each in (gate, up)]
+        setattr(gate, name, None if both[0] is None else _held(torch.cat([each.data for each in both])))
+    if gate.input_scale is not None and up.input_scale is not None:
+        gate.input_scale = _held(torch.maximum(gate.input_scale.data, up.input_scale.data))
+    gate.out_features += up.out_features
+    return gate
+
+
+def _split(module: QuantizedMLP, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in (*_MERGED, "input_scale"):
+        both = state.pop(f"{prefix}gate_up_proj.{name}", None)
+        if both is not None:
+            halves = both.chunk(2) if both.dim() else (both, both)
+            state |= {f"{prefix}{part}.{name}": half for part, half in zip(_PARTS, halves, strict=True)}
+
+
+def _merge(module: QuantizedMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in (*_MERGED, "input_scale"):
+        halves = [state.pop(f"{prefix}{part}.{name}", None) for part in _PARTS]
+        if all(half is not None for half in halves):
+            state[f"{prefix}gate_up_proj.{name}"] = torch.cat(halves) if halves[0].dim() else torch.maximum(*halves)

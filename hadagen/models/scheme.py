@@ -1,0 +1,129 @@
+"""How a model is rotated and quantized: the `quantization_config` of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hadagen.errors import UsageError, choice, shown
+from hadagen.runtime.rotation import Rotation
+
+METHOD, VERSION = "hadagen", 1  # in the `quantization_config` of a checkpoint
+# The format of `rotate_quantize` for the weights of a name.
+WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row"}
+ACTIVATIONS = ("fp8-row", "int8-row", "fp8-tensor", None)
+ROTATIONS = ("quarot", "blocks", None)
+# The linear layers that are quantized, by the last component of their names.
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Online:
+    """A rotation of the input of a layer, which runs in each pass: `hadagen.Rotation(n, block=block)`."""
+
+    n: int
+    block: int | None = None
+
+    def rotation(self) -> Rotation:
+        """The module. Raises `UsageError` for an n or a block that has no rotation."""
+        return Rotation(self.n, block=self.block)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a model is rotated and quantized.
+
+    weights: "int8" or "fp8" (float8_e4m3fn), with a float32 scale for each row of a weight [out, in].
+    activations: "fp8-row" or "int8-row", with a scale for each row; "fp8-tensor", with one scale for each layer, which
+        the checkpoint stores; None: activations are not quantized.
+    rotation: "quarot": the residual stream, the heads of values, and the inputs of down_proj are rotated in whole rows.
+        "blocks": the inputs of each layer are rotated in blocks. None: nothing is rotated.
+    seed: of the random signs of the rotation of the residual stream.
+    ignore: layers that are not quantized, by their names, or by the last components of their names.
+    online: the layers whose inputs are rotated in each pass, by the last components of their names.
+
+    Raises `UsageError` for impossible values.
+    """
+
+    weights: str = "int8"
+    activations: str | None = "fp8-row"
+    rotation: str | None = "quarot"
+    seed: int = 0
+    ignore: tuple[str, ...] = ("lm_head",)
+    online: Mapping[str, Online] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_choice("weights", self.weights, WEIGHTS)
+        _check_choice("activations", self.activations, ACTIVATIONS)
+        _check_choice("rotation", self.rotation, ROTATIONS)
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"seed = {shown(self.seed)} is not possible; pass an integer from 0 to 2^63 - 1")
+        given: Any = self.ignore
+        if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(e, str) for e in given):
+            raise UsageError(f'ignore = {shown(given)} is no list of names of layers; pass one such as ["lm_head"]')
+        object.__setattr__(self, "ignore", tuple(given))
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Scheme:
+        """The scheme of a `quantization_config`. Raises `UsageError` for one of another method or a newer version."""
+        if not isinstance(data, Mapping) or data.get("quant_method") != METHOD:
+            raise UsageError(
+                f"quantization_config = {shown(data)} is not of hadagen; its quant_method must be {METHOD}"
+            )
+        if data.get("version") != VERSION:
+            raise UsageError(
+                f"quantization_config has version {shown(data.get('version'))}; this hadagen reads version {VERSION}, "
+                "so update hadagen or quantize the model again"
+            )
+        known = {name: value for name, value in data.items() if name not in ("quant_method", "version")}
+        unknown = sorted(known.keys() - cls.__dataclass_fields__.keys())
+        if unknown:
+            raise UsageError(f"quantization_config has {unknown[0]}, which is not known; remove it, or update hadagen")
+        if "online" in known:
+            known["online"] = _online(known["online"])
+        return cls(**known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `quantization_config` of a checkpoint, as data for JSON."""
+        online = {name: {"n": each.n, "block": each.block} for name, each in self.online.items()}
+        return {
+            "quant_method": METHOD,
+            "version": VERSION,
+            "weights": self.weights,
+            "activations": self.activations,
+            "rotation": self.rotation,
+            "seed": self.seed,
+            "ignore": list(self.ignore),
+            "online": online,
+        }
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the layer of this name, such as `model.layers.0.mlp.down_proj`, has codes."""
+        short = name.rpartition(".")[2]
+        return short in LAYERS and name not in self.ignore and short not in self.ignore
+
+    def online_of(self, name: str) -> Online | None:
+        """The rotation of the input of a layer that runs in each pass. Layers that are not quantized have none."""
+        return self.online.get(name.rpartition(".")[2]) if self.is_quantized(name) else None
+
+
+def _check_choice(name: str, value: Any, known: Iterable[str | None]) -> None:
+    possible = list(known)
+    if not isinstance(value, str | None) or value not in possible:
+        names = [each or "None" for each in possible]
+        raise UsageError(f"{name} = {shown(value)} is not known; {choice(value, names)}")
+
+
+def _online(data: Any) -> dict[str, Online]:
+    try:
+        made = {str(name): Online(each["n"], each["block"]) for name, each in data.items()}
+    except (AttributeError, KeyError, TypeError):
+        raise UsageError(
+            f'online = {shown(data)} has no rotations; write them as {{"down_proj": {{"n": 14336, "block": null}}}}'
+        ) from None
+    for name, each in made.items():
+        if name not in LAYERS:
+            raise UsageError(f"online names the layer {shown(name)}, which is not known; {choice(name, LAYERS)}")
+        each.rotation()
+    return made

@@ -1,0 +1,210 @@
+"""`hadagen.models`: schemes, folded weights, and layers with codes."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+from hadagen import rotate_quantize
+from hadagen.errors import UsageError
+from hadagen.models.folding import Folding, Sizes, planned
+from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+from hadagen.models.scheme import ACTIVATIONS, WEIGHTS, Online, Scheme
+
+pytest.importorskip("transformers", "5.0")
+from tiny_models import KINDS, error, logits, model_of
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+BLOCKS = {"q_proj": Online(48, 16), "down_proj": Online(96, 32)}
+
+
+# ---- schemes ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("rotation", ["quarot", "blocks", None])
+def test_a_scheme_is_stored_and_read(weights: str, activations: str | None, rotation: str | None) -> None:
+    scheme = Scheme(weights, activations, rotation, 3, ("lm_head", "model.layers.0.mlp.down_proj"), BLOCKS)
+    assert Scheme.from_dict(scheme.to_dict()) == scheme
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": "int9"}, "weights = 'int9' is not known; did you mean int8"),
+        ({"weights": ["int8"]}, r"weights = \['int8'\] is not known"),
+        ({"activations": "fp4"}, "activations = 'fp4' is not known; choose one of fp8-row, int8-row, fp8-tensor, None"),
+        ({"rotation": "quip"}, "rotation = 'quip' is not known"),
+        ({"seed": -1}, "seed = -1 is not possible"),
+        ({"seed": True}, "seed = True is not possible"),
+        ({"ignore": "lm_head"}, "ignore = 'lm_head' is no list of names"),
+        ({"ignore": [1]}, "no list of names"),
+        ({"online": {"down_proj": 96}}, "online = .* has no rotations"),
+        ({"online": {"fc1": {"n": 96, "block": None}}}, "names the layer 'fc1', which is not known"),
+        ({"online": {"down_proj": {"n": 97 * 31, "block": None}}}, "n"),
+        ({"version": 2}, "has version 2; this hadagen reads version 1"),
+        ({"quant_method": "awq"}, "is not of hadagen; its quant_method must be hadagen"),
+        ({"bits": 8}, "has bits, which is not known"),
+    ],
+)
+def test_a_bad_scheme_is_one_sentence(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        Scheme.from_dict(Scheme().to_dict() | change)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma3"}, "model_type 'gemma3' cannot be quantized; choose one of llama,"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be quantized; only silu can"),
+        ({"quantization_config": {"quant_method": "awq"}}, "is quantized already by 'awq'"),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+    ],
+)
+def test_a_model_that_cannot_be_rotated_is_one_sentence(change: dict[str, Any], message: str) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48}
+    config = {name: value for name, value in (config | change).items() if value is not None}
+    with pytest.raises(UsageError, match=message):
+        Sizes.of(config)
+
+
+# ---- folding ---------------------------------------------------------------------------------------------------------
+def folded(model: Any, scheme: Scheme) -> tuple[Any, Scheme]:
+    """The rotated model in the type of its weights, with the rotations that are left as hooks, and its scheme."""
+    sizes = Sizes.of(model.config.to_dict())
+    scheme = planned(scheme, sizes)
+    folding, state = Folding(scheme, sizes), model.state_dict()
+    made = {made: folding.fold(made, state.__getitem__) for name in state for made in folding.made_of(name)}
+    config = model.config.to_dict() | {"tie_word_embeddings": sizes.tied and not folding.is_untied}
+    other = type(model)(type(model.config)(**config)).eval().requires_grad_(False)
+    missing = other.load_state_dict(made, strict=False).missing_keys
+    assert missing == ([] if not sizes.tied or folding.is_untied else ["lm_head.weight"])
+    for name, module in other.named_modules():
+        if online := scheme.online_of(name):
+            rotation = online.rotation()
+            module.register_forward_pre_hook(lambda _, args, rotation=rotation: (rotation(args[0]),))
+    return other, scheme
+
+
+BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rotation", ["quarot", "blocks", None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folded_model_computes_the_same(kind: str, rotation: str | None, tied: bool) -> None:
+    model = model_of(kind, tie_word_embeddings=tied, **BIASES.get(kind, {}))
+    other, _ = folded(model, Scheme(rotation=rotation, seed=5, ignore=("lm_head", "model.layers.1.mlp.down_proj")))
+    assert error(logits(other), logits(model)) < 2e-6
+    if rotation == "quarot":
+        weight = "model.layers.0.self_attn.v_proj.weight"
+        assert error(other.get_parameter(weight), model.get_parameter(weight)) > 0.5
+        assert (other.model.norm.weight == 1).all()
+
+
+def test_the_rotations_are_those_of_the_example() -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import llama
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    model = model_of("llama", tie_word_embeddings=True)
+    sizes, state = Sizes.of(model.config.to_dict()), model.state_dict()
+    config = llama.Config(2, 4, 2, 16, 48, 96, 89, 1e-6, {}, True)
+    for rotation, (_, expected, _) in {
+        "quarot": llama.rotated(config, {name: state[name] for name in config.shapes()}, 3),
+        "blocks": llama.in_blocks(config, state, 16),
+    }.items():
+        scheme = planned(Scheme(rotation=rotation, seed=3), sizes)
+        if rotation == "blocks":
+            assert scheme.online["q_proj"] == Online(48, 16)
+            assert scheme.online["down_proj"] == Online(96, 32)
+            scheme = replace(scheme, online={name: Online(each.n, 16) for name, each in scheme.online.items()})
+        folding = Folding(scheme, sizes)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(folding.fold(name, state.__getitem__), tensor, rtol=1e-6, atol=1e-6)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_layer_multiplies_what_its_codes_stand_for(weights: str, activations: str | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scheme = Scheme(weights, activations, online={"down_proj": Online(96, 32)})
+    x, weight, bias = torch.randn(2, 3, 96, dtype=dtype), torch.randn(40, 96), torch.randn(40, dtype=dtype)
+    layer = QuantizedLinear.of("mlp.down_proj", scheme, weight, bias)
+    given = {}
+    if activations == "fp8-tensor":
+        layer.input_scale.data = given["tensor_scale"] = torch.tensor(0.01)
+    turned = scheme.online["down_proj"].rotation()
+    values = turned(x) if activations is None else rotate_quantize(x, turned, to=activations, **given).dequantize()
+    values = values.to(torch.float32)
+    expected = linear(values, rotate_quantize(weight, to=WEIGHTS[weights]).dequantize(), bias.float())
+    found = layer(x)
+    assert found.dtype == dtype
+    assert error(found.float(), expected) < 4 * torch.finfo(dtype).eps
+
+
+def test_one_row_and_no_row() -> None:
+    layer = QuantizedLinear.of("q_proj", Scheme("int8", "int8-row"), torch.randn(24, 48))
+    x = torch.randn(5, 48)
+    torch.testing.assert_close(layer(x[0]), layer(x)[0])
+    assert layer(x[:0]).shape == (0, 24)
+
+
+@pytest.mark.parametrize(("weights", "activations"), [("int8", "int8-row"), ("fp8", "fp8-row"), ("fp8", "fp8-tensor")])
+def test_the_mlp_is_its_layers(weights: str, activations: str) -> None:
+    torch.manual_seed(0)
+    scheme = Scheme(weights, activations, online={"down_proj": Online(96)})
+    r, x = scheme.online["down_proj"].rotation(), torch.randn(4, 48)
+    weights_of = {"gate_proj": (96, 48), "up_proj": (96, 48), "down_proj": (48, 96)}
+    plain = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in weights_of.items()}
+    folded = plain | {"down_proj": r.fold_into(plain["down_proj"], "input")}
+
+    def layers(seed: int) -> list[QuantizedLinear]:
+        torch.manual_seed(seed)
+        made = [QuantizedLinear.of(name, scheme, weight, torch.randn(len(weight))) for name, weight in folded.items()]
+        for each in made:
+            if each.input_scale is not None:
+                each.input_scale.data = torch.tensor(0.01)
+        return made
+
+    gate, up, down = layers(1)
+    hidden = silu(gate(x)) * up(x)
+    mlp = QuantizedMLP(*layers(1))
+    assert error(mlp(x), down(hidden)) < 0.01
+    exact = silu(linear(x, plain["gate_proj"], gate.bias)) * linear(x, plain["up_proj"], up.bias)
+    assert error(mlp(x), linear(exact, plain["down_proj"], down.bias)) < 0.1
+
+    state = mlp.state_dict()
+    names = [f"{name}.{part}" for name, each in zip(plain, (gate, up, down), strict=True) for part in each.state_dict()]
+    assert sorted(state) == sorted(names)
+    assert torch.equal(state["up_proj.weight"].view(torch.uint8), up.weight.view(torch.uint8))
+    other = QuantizedMLP(*layers(2))
+    other.load_state_dict(state)
+    assert torch.equal(other(x), mlp(x))
+
+
+@pytest.mark.parametrize("change", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float64)])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_codes_and_scales_keep_their_types(weights: str, change: Any) -> None:
+    layer = QuantizedLinear.of("q_proj", Scheme(weights), torch.randn(16, 48), torch.randn(16))
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    after = change(layer).state_dict()
+    for name in ("weight", "weight_scale"):
+        assert after[name].dtype == before[name].dtype
+        assert torch.equal(after[name].float(), before[name].float())
+    assert after["bias"].dtype != torch.float32
+
+
+def test_a_rotation_of_another_length_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match=r"down_proj has 48 inputs, but the quantization_config rotates 96"):
+        QuantizedLinear("mlp.down_proj", Scheme(online={"down_proj": Online(96)}), 48, 16)
