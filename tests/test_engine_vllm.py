@@ -11,6 +11,9 @@ import pytest
 import torch
 from vllm_program import PROMPT, TOKENS
 
+import hadagen
+from hadagen import Rotation
+
 VLLM = os.environ.get("HADAGEN_TEST_VLLM", "")
 pytestmark = pytest.mark.skipif(not VLLM, reason="needs vLLM: run make engine-test")
 
@@ -28,7 +31,7 @@ def run(*arguments: str | Path, **environment: str) -> Any:
     variables = os.environ | FAST | {"PYTHONPATH": VLLM} | environment
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line[:1] in "[{" and line))
 
 
 def small_llama() -> Any:
@@ -39,7 +42,11 @@ def small_llama() -> Any:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False, dtype="float32")
     with torch.device("cpu"):
-        return LlamaForCausalLM(config).float().eval()
+        model = LlamaForCausalLM(config).float().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 2 * parameter.shape[1] ** -0.5)  # so that tokens differ clearly
+    return model
 
 
 def greedy(model: Any) -> list[int]:
@@ -132,14 +139,24 @@ def test_a_weight_that_is_no_hadamard_matrix_is_multiplied_by_the_host(tmp_path:
     assert found["hadacore"] == 0
 
 
-def test_the_operator_of_hadacore_runs_on_hadagen_and_permutations_are_refused(tmp_path: Path) -> None:
+def test_permutations_are_refused(tmp_path: Path) -> None:
     transformed(tmp_path / "model", randomize=True)
-    found = run("refusals", tmp_path / "model")
+    [said] = run("refused", tmp_path / "model")
+    assert said.startswith("UsageError: the transform R4 has randomize=true")
+
+
+def test_the_operator_of_hadacore_runs_on_hadagen() -> None:
+    found = run("operator")
     assert found["error"] < 1e-5
     assert found["kept"]
     assert found["inplace"]
     assert found["hadacore"] == 0
-    assert found["refused"].startswith("UsageError: the transform R4 has randomize=true")
+
+
+def test_of_two_plugins_the_first_stays() -> None:
+    operator, quantization = run("claimed")
+    assert "another plugin has replaced the operator _C::hadacore_transform" in operator
+    assert "another plugin has registered the quantization hadagen" in quantization
 
 
 def test_transforms_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
@@ -148,3 +165,78 @@ def test_transforms_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> Non
     several = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     found = run("parallel", tmp_path / "model", **several)
     assert found["tokens"] == tokens
+
+
+# ---- checkpoints of hadagen ------------------------------------------------------------------------------------------
+class Quantized(torch.nn.Module):
+    """A linear layer that computes in float32 with the values for which codes stand."""
+
+    def __init__(self, layer: torch.nn.Linear, scheme: dict[str, Any], rotation: Rotation | None) -> None:
+        super().__init__()
+        weight = layer.weight if rotation is None else rotation.fold_into(layer.weight, "input")
+        made = hadagen.rotate_quantize(weight, to=f"{scheme['weights']}-row")
+        self.weight, self.scale = made.codes, made.scales.reshape(-1, 1)
+        self.activations, self.rotation = scheme["activations"], rotation
+        self.input_scale = torch.tensor(0.05) if self.activations == "fp8-tensor" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activations is None:
+            turned = x if self.rotation is None else self.rotation(x)
+        else:
+            tensor_scale = self.input_scale
+            q = hadagen.rotate_quantize(x, self.rotation, to=self.activations, tensor_scale=tensor_scale)
+            turned = q.dequantize(torch.float32)
+        return torch.nn.functional.linear(turned, self.weight.float() * self.scale)
+
+
+def quantized(folder: Path, weights: str, activations: str | None, /, **changes: Any) -> list[int]:
+    """Write a checkpoint as hadagen does, and return its tokens. changes: of its quantization_config."""
+    model = small_llama()
+    n = model.config.intermediate_size
+    scheme = {"quant_method": "hadagen", "version": 1, "weights": weights, "activations": activations, "seed": 0}
+    scheme |= {"rotation": "quarot", "ignore": ["lm_head"], "online": {"down_proj": {"n": n, "block": None}}}
+    tensors = dict(model.state_dict())
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            made = Quantized(layer, scheme, Rotation(n) if name.endswith("down_proj") else None)
+            tensors |= {f"{name}.weight": made.weight, f"{name}.weight_scale": made.scale}
+            if made.input_scale is not None:
+                tensors[f"{name}.input_scale"] = made.input_scale
+            model.set_submodule(name, made)
+    save(folder, model, scheme | changes, tensors)
+    return greedy(model)
+
+
+def test_checkpoints_of_hadagen_run_with_one_kernel_before_each_product(tmp_path: Path) -> None:
+    """In an MLP the kernel computes SiLU·mul, the rotation and the quantizer."""
+    formats = [("int8", "int8-row"), ("fp8", "fp8-row"), ("fp8", "fp8-tensor"), ("int8", "fp8-row"), ("int8", None)]
+    folders = [tmp_path / f"{weights}-{activations}" for weights, activations in formats]
+    expected = [quantized(folder, *each) for folder, each in zip(folders, formats, strict=True)]
+    found = run("quantized", *folders)
+    for (_, activations), tokens, each in zip(formats, expected, found, strict=True):
+        print(f"least margin of the log-probabilities: {each['margin']:.3g}")
+        assert each["tokens"] == tokens
+        if activations:
+            assert each["alone"] == 3 * each["fused"] >= 3 * 2 * TOKENS
+            assert "activations" not in each
+        else:
+            assert each["activations"] >= 2 * TOKENS
+
+
+def test_checkpoints_of_hadagen_are_compiled(tmp_path: Path) -> None:
+    tokens = quantized(tmp_path / "model", "fp8", "fp8-row")
+    found = run("compiled", tmp_path / "model", TORCH_COMPILE_DISABLE="0", VLLM_CACHE_ROOT=str(tmp_path / "cache"))
+    assert found["tokens"] == tokens
+
+
+def test_checkpoints_that_this_hadagen_does_not_read_are_refused(tmp_path: Path) -> None:
+    quantized(tmp_path / "newer", "fp8", "fp8-row", version=2)
+    quantized(tmp_path / "unknown", "fp8", "fp8-row", activations="int3-row")
+    quantized(tmp_path / "longer", "fp8", "fp8-row", online={"down_proj": {"n": 384, "block": None}})
+    quantized(tmp_path / "mixed", "fp8", "fp8-row", ignore=["lm_head", "up_proj"])
+    folders = [tmp_path / name for name in ("newer", "unknown", "longer", "mixed")]
+    newer, unknown, longer, mixed = run("refused", *folders)
+    assert "version 2; this hadagen reads version 1, so update hadagen" in newer
+    assert "activations = 'int3-row' is not known" in unknown
+    assert "mlp.down_proj has 192 inputs, but the checkpoint rotates 384 of them" in longer
+    assert "up_proj, of which the checkpoint quantizes or rotates only some" in mixed

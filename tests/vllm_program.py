@@ -4,6 +4,7 @@ a line of JSON."""
 import json
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def warned(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def transforms(model: str, changed: str = "") -> dict[str, Any]:
-    """changed: "changed" if the host's method takes other arguments."""
+    """What vLLM generates from a checkpoint of compressed-tensors.
+
+    changed: "changed" if the host's method takes other arguments."""
     import vllm.entrypoints.llm
     import vllm.plugins
 
@@ -83,8 +86,8 @@ def transforms(model: str, changed: str = "") -> dict[str, Any]:
     return found | {"dense": calls.dense, "hadacore": calls.hadacore, "warned": warned(caught)}
 
 
-def refusals(randomized: str) -> dict[str, Any]:
-    """The operator of hadagen, and what is refused."""
+def operator() -> dict[str, Any]:
+    """The operator of hadagen."""
     import vllm.entrypoints.llm
     import vllm.plugins
 
@@ -96,8 +99,60 @@ def refusals(randomized: str) -> dict[str, Any]:
     error = float((found - expected).abs().max())
     kept = torch.equal(copy, x)
     torch.ops._C.hadacore_transform(copy, True)
-    inplace = torch.equal(copy, found)
-    return {"error": error, "kept": kept, "inplace": inplace, "hadacore": calls.hadacore, "refused": failed(randomized)}
+    return {"error": error, "kept": kept, "inplace": torch.equal(copy, found), "hadacore": calls.hadacore}
+
+
+def claimed() -> list[str]:
+    """The warnings if another plugin was first."""
+    import vllm.entrypoints.llm
+    import vllm.plugins
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    Calls().implement_hadacore()
+    register_quantization_config("hadagen")(Fp8Config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        vllm.plugins.load_general_plugins()
+    return warned(caught)
+
+
+def quantized(*models: str) -> list[dict[str, Any]]:
+    """What vLLM generates from checkpoints of hadagen, and how often it rotates and quantizes, with an activation or
+    without one."""
+    import vllm.entrypoints.llm
+    import vllm.plugins
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    vllm.plugins.load_general_plugins()
+    from hadagen.integrations import vllm_quantization
+
+    rotate_quantize, forward, counts = vllm_quantization.rotate_quantize, SiluAndMul.forward_native, Counter()
+
+    def counted(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        counts["fused" if options["before"] else "alone"] += 1
+        return rotate_quantize(x, *arguments, **options)
+
+    def activated(x: torch.Tensor) -> torch.Tensor:
+        counts["activations"] += 1
+        return forward(x)
+
+    vllm_quantization.rotate_quantize, SiluAndMul.forward_native = counted, staticmethod(activated)  # type: ignore[assignment]
+    results = []
+    for model in models:
+        counts.clear()
+        results.append(generate(model) | counts)
+    return results
+
+
+def compiled(model: str) -> dict[str, Any]:
+    """With vLLM's compiler, which takes no break in a graph."""
+    return generate(model, enforce_eager=False, compilation_config={"backend": "eager"})
+
+
+def refused(*models: str) -> list[str]:
+    """The errors of models that vLLM does not load."""
+    return [failed(model) for model in models]
 
 
 def failed(model: str) -> str:

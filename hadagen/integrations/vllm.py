@@ -1,7 +1,8 @@
 """Hooks in vLLM, which vLLM sets in each of its processes by the entry point `vllm.general_plugins`.
 
 Rotations in checkpoints of compressed-tensors are computed by hadagen, in place of a product with their dense matrix.
-So is the operator `_C::hadacore_transform`.
+So is the operator `_C::hadacore_transform`. Checkpoints that hadagen quantized run by the quantization `hadagen`, with
+SiLU·mul, the rotation and the quantizer of an MLP in one kernel.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hadagen.compat.hadacore import hadacore_transform
 from hadagen.errors import UsageError
 from hadagen.integrations.host import Changed, Host
+from hadagen.models.scheme import METHOD
 from hadagen.runtime.rotation import Rotation
 
 HOST = Host("vllm", "vllm", "0.32.0")
 
 _TRANSFORM = "vllm.model_executor.layers.quantization.compressed_tensors.transform.module"
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
 _TYPES = ("hadamard", "random-hadamard")
 _found: Any = WeakTensorKeyDictionary()  # the rotation, or None, of each weight; layers share weights
 _operators: list[torch.library.Library] = []  # whose implementations last as long as these
@@ -30,7 +33,7 @@ def register() -> None:
     """Set all hooks that are not set yet."""
     if not HOST.is_enabled():
         return
-    for hook in (_hook_transforms, _hook_hadacore):
+    for hook in (_hook_transforms, _hook_hadacore, _add_quantization):
         try:
             hook()
         except Changed as reason:
@@ -158,3 +161,19 @@ def _hook_hadacore() -> None:
     except RuntimeError as error:
         raise Changed("another plugin has replaced the operator _C::hadacore_transform") from error
     _operators.append(library)
+
+
+# ---- checkpoints of hadagen ------------------------------------------------------------------------------------------
+def _add_quantization() -> None:
+    add = HOST.get(f"{_QUANTIZATION}:register_quantization_config", "quantization")
+    methods = HOST.get(f"{_QUANTIZATION}:QUANTIZATION_METHODS")
+    try:
+        from hadagen.integrations import vllm_quantization
+    except (ImportError, AttributeError) as error:
+        raise Changed(f"of its quantization, {error}") from error
+    if METHOD in methods:
+        if HOST.get(f"{_QUANTIZATION}:get_quantization_config")(METHOD) is not vllm_quantization.Quantization:
+            raise Changed(f"another plugin has registered the quantization {METHOD}")
+        return
+    vllm_quantization.Quantization.host = HOST
+    add(METHOD)(vllm_quantization.Quantization)
