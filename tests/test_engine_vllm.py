@@ -21,6 +21,7 @@ PROGRAM = Path(__file__).parent / "vllm_program.py"
 FAST = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tests in other processes may have the same cores
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles its sampler even with enforce_eager
 }
 
@@ -81,17 +82,17 @@ def transformed(folder: Path, *, block: int | None = None, randomize: bool = Fal
     """
     from compressed_tensors.transform import TransformConfig, apply_transform_config
 
-    def scheme(type: str, targets: str | list[str], location: str, behind: str | list[str], **rest: Any) -> Any:
-        online = {"targets": targets, "location": location}
-        folded = {"targets": behind, "location": "weight_input", "inverse": True}
-        return {"type": type, "apply": [online, folded], **rest}
+    def scheme(type: str, online: Any, location: str, behind: Any, inverse: bool = False, **rest: Any) -> Any:
+        first = {"targets": online, "location": location, "inverse": inverse}
+        folded = {"targets": behind, "location": "weight_input", "inverse": not inverse}
+        return {"type": type, "apply": [first, folded], **rest}
 
     model = small_llama()
     tokens = greedy(model)
     groups = {
         "R2": scheme("hadamard", "re:.*v_proj", "output", "re:.*o_proj", head_dim=32),
-        "R4": scheme("random-hadamard", "re:.*down_proj", "input", "re:.*down_proj", head_dim=block),
-        "R5": scheme("hadamard", GATE_AND_UP, "input", GATE_AND_UP),
+        "R4": scheme("random-hadamard", "re:.*down_proj", "input", "re:.*down_proj", True, head_dim=block),
+        "R5": scheme("random-hadamard", GATE_AND_UP, "input", GATE_AND_UP),
     }
     config = TransformConfig(config_groups=groups)
     apply_transform_config(model, config)
@@ -139,12 +140,6 @@ def test_a_weight_that_is_no_hadamard_matrix_is_multiplied_by_the_host(tmp_path:
     assert found["hadacore"] == 0
 
 
-def test_permutations_are_refused(tmp_path: Path) -> None:
-    transformed(tmp_path / "model", randomize=True)
-    [said] = run("refused", tmp_path / "model")
-    assert said.startswith("UsageError: the transform R4 has randomize=true")
-
-
 def test_the_operator_of_hadacore_runs_on_hadagen() -> None:
     found = run("operator")
     assert found["error"] < 1e-5
@@ -162,8 +157,7 @@ def test_of_two_plugins_the_first_stays() -> None:
 def test_transforms_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
     """Each of two ranks has 3 of 6 blocks of R4, 1 of 2 heads of R2, and the whole input of R5."""
     tokens = transformed(tmp_path / "model", block=32)
-    several = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    found = run("parallel", tmp_path / "model", **several)
+    found = run("parallel", tmp_path / "model", VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert found["tokens"] == tokens
 
 
@@ -229,13 +223,15 @@ def test_checkpoints_of_hadagen_are_compiled(tmp_path: Path) -> None:
     assert found["tokens"] == tokens
 
 
-def test_checkpoints_that_this_hadagen_does_not_read_are_refused(tmp_path: Path) -> None:
+def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
+    transformed(tmp_path / "permuted", randomize=True)
     quantized(tmp_path / "newer", "fp8", "fp8-row", version=2)
     quantized(tmp_path / "unknown", "fp8", "fp8-row", activations="int3-row")
     quantized(tmp_path / "longer", "fp8", "fp8-row", online={"down_proj": {"n": 384, "block": None}})
     quantized(tmp_path / "mixed", "fp8", "fp8-row", ignore=["lm_head", "up_proj"])
-    folders = [tmp_path / name for name in ("newer", "unknown", "longer", "mixed")]
-    newer, unknown, longer, mixed = run("refused", *folders)
+    folders = [tmp_path / name for name in ("permuted", "newer", "unknown", "longer", "mixed")]
+    permuted, newer, unknown, longer, mixed = run("refused", *folders)
+    assert permuted.startswith("UsageError: the transform R4 has randomize=true")
     assert "version 2; this hadagen reads version 1, so update hadagen" in newer
     assert "activations = 'int3-row' is not known" in unknown
     assert "mlp.down_proj has 192 inputs, but the checkpoint rotates 384 of them" in longer

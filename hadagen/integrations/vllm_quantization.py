@@ -13,6 +13,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
 
 from hadagen import prologues
 from hadagen.errors import UsageError
@@ -24,7 +25,8 @@ from hadagen.runtime.quantize import rotate_quantize
 
 # Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
 _MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
-_FP8_CAPABILITY = (8, 9)  # of a GPU that multiplies FP8 codes
+_hooked: set[str] = set()
+_FP8_CAPABILITY = 89  # of the oldest GPU that multiplies FP8 codes
 
 
 class Quantization(QuantizationConfig):  # type: ignore[misc]
@@ -87,6 +89,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
     def __init__(self, prefix: str, scheme: Scheme, online: Online | None) -> None:
         self.prefix, self.scheme, self.online = prefix, scheme, online
         self.before: Prologue | None = None
+        self.multiplies = False  # whether a kernel of vLLM multiplies codes; else their values are multiplied
 
     def create_weights(
         self,
@@ -115,11 +118,15 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
             _add(layer, "input_scale", scales, {"needs_scalar_to_array": True, **attributes})
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Move the rotation to the weight's device."""
+        """Move the rotation to the weight's device, and look which products vLLM has there."""
         if layer.rotation is not None:
             layer.rotation.to(layer.weight.device)
         if self.scheme.activations == "fp8-tensor":  # merged layers have the same input
             layer.input_scale = torch.nn.Parameter(layer.input_scale.max(), requires_grad=False)
+        alike = (self.scheme.activations or "").startswith(self.scheme.weights)
+        if alike and current_platform.is_cuda() and layer.params_dtype != torch.float32:
+            of_fp8 = current_platform.has_device_capability(_FP8_CAPABILITY)
+            self.multiplies = self.scheme.weights == "int8" or of_fp8
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x · weightᵀ + bias for the values that codes stand for."""
@@ -128,7 +135,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
             return linear(turned, _values(layer, x.dtype), bias)
         scale = getattr(layer, "input_scale", None)
         q = rotate_quantize(x, layer.rotation, to=self.scheme.activations, before=self.before, tensor_scale=scale)
-        if _has_product(q.codes, layer.weight, x.dtype):
+        if self.multiplies:
             scales = q.scales.reshape(-1, 1)
             found = _custom_ops.cutlass_scaled_mm(q.codes, layer.weight.T, scales, layer.weight_scale, x.dtype, bias)
             return found  # type: ignore[no-any-return]
@@ -137,15 +144,15 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
 
 def _hook_mlps(host: Host) -> None:
     """Let the last layers of MLPs compute SiLU·mul too, in the kernel that rotates and quantizes."""
-    for path in _MLPS:
+    for path in set(_MLPS) - _hooked:
         try:
             mlp = host.get(path)
             make = host.get(f"{path}.__init__", "self")
         except Changed as reason:
             host.warn(str(reason))
         else:
-            if not hasattr(make, "__wrapped__"):
-                mlp.__init__ = _fused(make)
+            mlp.__init__ = _fused(make)
+            _hooked.add(path)
 
 
 def _fused(make: Callable[..., None]) -> Callable[..., None]:
@@ -168,10 +175,3 @@ def _add(layer: Any, name: str, tensor: torch.Tensor, attributes: dict[str, Any]
 
 def _values(layer: Any, dtype: torch.dtype) -> torch.Tensor:
     return (layer.weight.float() * layer.weight_scale).to(dtype)  # type: ignore[no-any-return]
-
-
-def _has_product(codes: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether vLLM multiplies these codes on this GPU."""
-    if not codes.is_cuda or codes.dtype != weight.dtype or dtype == torch.float32:
-        return False
-    return codes.dtype == torch.int8 or torch.cuda.get_device_capability(codes.device) >= _FP8_CAPABILITY
