@@ -154,13 +154,6 @@ def test_of_two_plugins_the_first_stays() -> None:
     assert "another plugin has registered the quantization hadagen" in quantization
 
 
-def test_transforms_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
-    """Each of two ranks has 3 of 6 blocks of R4, 1 of 2 heads of R2, and the whole input of R5."""
-    tokens = transformed(tmp_path / "model", block=32)
-    found = run("parallel", tmp_path / "model", VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    assert found["tokens"] == tokens
-
-
 # ---- checkpoints of hadagen ------------------------------------------------------------------------------------------
 class Quantized(torch.nn.Module):
     """A linear layer that computes in float32 with the values for which codes stand."""
@@ -183,16 +176,21 @@ class Quantized(torch.nn.Module):
         return torch.nn.functional.linear(turned, self.weight.float() * self.scale)
 
 
-def quantized(folder: Path, weights: str, activations: str | None, /, **changes: Any) -> list[int]:
-    """Write a checkpoint as hadagen does, and return its tokens. changes: of its quantization_config."""
+def quantized(
+    folder: Path, weights: str, activations: str | None, block: int | None = None, /, **changes: Any
+) -> list[int]:
+    """Write a checkpoint as hadagen does, and return its tokens.
+
+    block: of the rotation of down_proj. changes: of the quantization_config.
+    """
     model = small_llama()
     n = model.config.intermediate_size
     scheme = {"quant_method": "hadagen", "version": 1, "weights": weights, "activations": activations, "seed": 0}
-    scheme |= {"rotation": "quarot", "ignore": ["lm_head"], "online": {"down_proj": {"n": n, "block": None}}}
+    scheme |= {"rotation": "quarot", "ignore": ["lm_head"], "online": {"down_proj": {"n": n, "block": block}}}
     tensors = dict(model.state_dict())
     for name, layer in list(model.named_modules()):
         if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-            made = Quantized(layer, scheme, Rotation(n) if name.endswith("down_proj") else None)
+            made = Quantized(layer, scheme, Rotation(n, block=block) if name.endswith("down_proj") else None)
             tensors |= {f"{name}.weight": made.weight, f"{name}.weight_scale": made.scale}
             if made.input_scale is not None:
                 tensors[f"{name}.input_scale"] = made.input_scale
@@ -230,9 +228,19 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
     quantized(tmp_path / "longer", "fp8", "fp8-row", online={"down_proj": {"n": 384, "block": None}})
     quantized(tmp_path / "mixed", "fp8", "fp8-row", ignore=["lm_head", "up_proj"])
     folders = [tmp_path / name for name in ("permuted", "newer", "unknown", "longer", "mixed")]
-    permuted, newer, unknown, longer, mixed = run("refused", *folders)
+    permuted, newer, unknown, longer, mixed, split = run("refused", *folders)
     assert permuted.startswith("UsageError: the transform R4 has randomize=true")
     assert "version 2; this hadagen reads version 1, so update hadagen" in newer
     assert "activations = 'int3-row' is not known" in unknown
     assert "mlp.down_proj has 192 inputs, but the checkpoint rotates 384 of them" in longer
     assert "up_proj, of which the checkpoint quantizes or rotates only some" in mixed
+    assert split.startswith("mlp.down_proj rotates blocks of 192 inputs, which 2 ranks cannot share")
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+def test_rotations_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
+    """Each of two ranks has 3 of 6 blocks of down_proj. Of the transforms, a rank has 1 of 2 heads of R2 too, and the
+    whole input of R5. One scale for all activations does not depend on the ranks."""
+    tokens = transformed(tmp_path / "transformed", block=32), quantized(tmp_path / "quantized", "fp8", "fp8-tensor", 32)
+    found = run("parallel", tmp_path / "transformed", tmp_path / "quantized")
+    assert tuple(each["tokens"] for each in found) == tokens

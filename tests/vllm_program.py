@@ -151,8 +151,8 @@ def compiled(model: str) -> dict[str, Any]:
 
 
 def refused(*models: str) -> list[str]:
-    """The errors of models that vLLM does not load."""
-    return [failed(model) for model in models]
+    """The errors of models that vLLM does not load, and of a layer."""
+    return [*map(failed, models), refused_in_parallel("mlp.down_proj")]
 
 
 def failed(model: str) -> str:
@@ -164,8 +164,24 @@ def failed(model: str) -> str:
     return ""
 
 
-def parallel(model: str) -> dict[str, Any]:
-    return generate(model, tensor_parallel_size=2)
+def parallel(*models: str) -> list[dict[str, Any]]:
+    """What two processes generate."""
+    return [generate(model, tensor_parallel_size=2) for model in models]
+
+
+def refused_in_parallel(prefix: str) -> str:
+    """The error of a layer whose block two ranks would have to share."""
+    from types import SimpleNamespace
+
+    from hadagen.integrations import vllm_quantization
+    from hadagen.models.scheme import Online, Scheme
+
+    method = vllm_quantization.QuantizedMethod(prefix, Scheme(), Online(192))
+    try:
+        method.create_weights(SimpleNamespace(tp_rank=0, tp_size=2), 96, [64], 192, 64, torch.float32)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _main() -> None:

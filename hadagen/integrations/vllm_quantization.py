@@ -41,9 +41,7 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Quantization:
         """The `quantization_config` of a checkpoint. Raises `UsageError` for one that this hadagen does not read."""
-        made = cls(Scheme.from_dict(config))
-        _hook_mlps(cls.host)
-        return made
+        return cls(Scheme.from_dict(config))
 
     def get_name(self) -> str:
         """As in checkpoints."""
@@ -65,6 +63,7 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
         """The method of a linear layer, of which vLLM merges some from several of the checkpoint."""
+        _hook_mlps(self.host)  # in the process that makes the model, which makes attention before the first MLP
         if not isinstance(layer, LinearBase):
             return None
         stem, dot, last = prefix.rpartition(".")
@@ -107,6 +106,11 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         if rotation is not None and rotation.n != input_size:
             raise UsageError(f"{self.prefix} has {input_size} inputs, but the checkpoint rotates {rotation.n} of them")
         if rotation is not None and input_size_per_partition != input_size:
+            if input_size_per_partition % rotation.block:
+                raise UsageError(
+                    f"{self.prefix} rotates blocks of {rotation.block} inputs, which {layer.tp_size} ranks cannot "
+                    'share; quantize the model with rotation="blocks", or choose a smaller tensor_parallel_size'
+                )
             rotation = rotation.shard(layer.tp_rank, layer.tp_size)
         layer.rotation = rotation
         sizes = sum(output_partition_sizes), input_size_per_partition
@@ -145,6 +149,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
 def _hook_mlps(host: Host) -> None:
     """Let the last layers of MLPs compute SiLU·mul too, in the kernel that rotates and quantizes."""
     for path in set(_MLPS) - _hooked:
+        _hooked.add(path)
         try:
             mlp = host.get(path)
             make = host.get(f"{path}.__init__", "self")
@@ -152,7 +157,6 @@ def _hook_mlps(host: Host) -> None:
             host.warn(str(reason))
         else:
             mlp.__init__ = _fused(make)
-            _hooked.add(path)
 
 
 def _fused(make: Callable[..., None]) -> Callable[..., None]:
