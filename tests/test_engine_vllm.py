@@ -204,7 +204,9 @@ def test_checkpoints_of_hadagen_run_with_one_kernel_before_each_product(tmp_path
     formats = [("int8", "int8-row"), ("fp8", "fp8-row"), ("fp8", "fp8-tensor"), ("int8", "fp8-row"), ("int8", None)]
     folders = [tmp_path / f"{weights}-{activations}" for weights, activations in formats]
     expected = [quantized(folder, *each) for folder, each in zip(folders, formats, strict=True)]
-    found = run("quantized", *folders)
+    *found, multiplied = run("quantized", *folders)
+    assert multiplied["tokens"] == expected[0]
+    assert multiplied["products"] == multiplied["alone"] + multiplied["fused"] > 0
     for (_, activations), tokens, each in zip(formats, expected, found, strict=True):
         print(f"least margin of the log-probabilities: {each['margin']:.3g}")
         assert each["tokens"] == tokens

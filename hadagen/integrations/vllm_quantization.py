@@ -12,6 +12,7 @@ from vllm import _custom_ops
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_fp8_supported
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
@@ -26,7 +27,7 @@ from hadagen.runtime.quantize import rotate_quantize
 # Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
 _MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
 _hooked: set[str] = set()
-_FP8_CAPABILITY = 89  # of the oldest GPU that multiplies FP8 codes
+_NO_INT8 = 100  # the capability from which vLLM has no product of INT8 codes
 
 
 class Quantization(QuantizationConfig):  # type: ignore[misc]
@@ -129,8 +130,8 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
             layer.input_scale = torch.nn.Parameter(layer.input_scale.max(), requires_grad=False)
         alike = (self.scheme.activations or "").startswith(self.scheme.weights)
         if alike and current_platform.is_cuda() and layer.params_dtype != torch.float32:
-            of_fp8 = current_platform.has_device_capability(_FP8_CAPABILITY)
-            self.multiplies = self.scheme.weights == "int8" or of_fp8
+            has_int8 = not current_platform.has_device_capability(_NO_INT8)
+            self.multiplies = cutlass_fp8_supported() if self.scheme.weights == "fp8" else has_int8
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x · weightᵀ + bias for the values that codes stand for."""
