@@ -98,7 +98,7 @@ def _rotations_of(module: Any) -> dict[str, Rotation]:
         name, scheme, _ = module.transforms[index]
         if scheme.type not in _TYPES:
             continue
-        weight = next(each for each in module.weight.local_tensors if each.data_ptr() == part.data_ptr())
+        weight = next((each for each in module.weight.local_tensors if each.data_ptr() == part.data_ptr()), part)
         if weight not in _found:
             _found[weight] = _recovered(name, weight)
         if _found[weight] is not None:
