@@ -38,6 +38,8 @@ def register() -> None:
             hook()
         except Changed as reason:
             HOST.warn(str(reason))
+        except Exception as error:  # vLLM would not start
+            HOST.warn(f"{type(error).__name__}: {error}")
 
 
 # ---- transforms of compressed-tensors --------------------------------------------------------------------------------
