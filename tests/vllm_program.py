@@ -1,0 +1,214 @@
+"""What tests of hooks in vLLM run in a process with vLLM: `python vllm_program.py FUNCTION ARGUMENTS…` prints
+a line of JSON."""
+
+import json
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPT = [1, 2, 3, 4]
+TOKENS = 12
+TRANSFORM = "vllm.model_executor.layers.quantization.compressed_tensors.transform"
+
+
+class Calls:
+    """What the host computes by itself. The CPU build of vLLM lacks both operators of `HadamardTransform`."""
+
+    def __init__(self) -> None:
+        from importlib import import_module
+
+        self.dense = self.hadacore = 0
+        self.library: Any = torch.library.Library("_C", "FRAGMENT")
+        self.library.define("hadacore_transform(Tensor! x, bool inplace) -> Tensor")
+        self.module = import_module(f"{TRANSFORM}.module")
+        self.module.dispatch_unquantized_gemm = lambda: self.multiply  # type: ignore[attr-defined]
+
+    def multiply(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+        self.dense += 1
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def implement_hadacore(self) -> None:
+        """As an operator of the host would do it."""
+        self.library.impl("hadacore_transform", self.transform, "CPU")
+
+    def transform(self, x: torch.Tensor, inplace: bool) -> torch.Tensor:
+        self.hadacore += 1
+        return x @ sylvester(x.shape[-1])
+
+
+def sylvester(n: int) -> torch.Tensor:
+    from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
+
+    return deterministic_hadamard_matrix(n, torch.float32) / n**0.5
+
+
+def generate(model: str, **options: Any) -> dict[str, Any]:
+    """The tokens, and the least difference of the two largest log-probabilities."""
+    from vllm import LLM, SamplingParams
+
+    settings = {"enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 2}
+    settings |= {"kv_cache_memory_bytes": 1 << 24, "block_size": 32, "dtype": "float32"} | options
+    llm = LLM(model=model, **settings)
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, detokenize=False, logprobs=2)
+    [found] = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+    best = [sorted(each.logprob for each in step.values())[-2:] for step in found.outputs[0].logprobs]
+    return {"tokens": list(found.outputs[0].token_ids), "margin": min(first - second for second, first in best)}
+
+
+def warned(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(each.message) for each in caught if "hadagen" in str(each.message)]
+
+
+def transforms(model: str, changed: str = "") -> dict[str, Any]:
+    """What vLLM generates from a checkpoint of compressed-tensors.
+
+    changed: "changed" if the host's method takes other arguments."""
+    import vllm.entrypoints.llm
+    import vllm.plugins
+
+    calls = Calls()
+    if changed:
+        host = calls.module.HadamardTransform
+        forward = host.forward
+        host.forward = lambda self, x, part_id=0: forward(self, x, part_id)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        vllm.plugins.load_general_plugins()
+        try:
+            torch.ops._C.hadacore_transform(torch.ones(1, 2), False)
+        except NotImplementedError:  # the operator is not the one of hadagen
+            calls.implement_hadacore()
+        found = generate(model)
+    return found | {"dense": calls.dense, "hadacore": calls.hadacore, "warned": warned(caught)}
+
+
+def operator() -> dict[str, Any]:
+    """The operator of hadagen."""
+    import vllm.entrypoints.llm
+    import vllm.plugins
+
+    calls = Calls()
+    vllm.plugins.load_general_plugins()
+    x = torch.randn(3, 64, dtype=torch.float32)
+    expected, copy = x @ sylvester(64), x.clone()
+    found = torch.ops._C.hadacore_transform(copy, False)
+    error = float((found - expected).abs().max())
+    kept = torch.equal(copy, x)
+    torch.ops._C.hadacore_transform(copy, True)
+    return {"error": error, "kept": kept, "inplace": torch.equal(copy, found), "hadacore": calls.hadacore}
+
+
+def claimed() -> list[str]:
+    """The warnings if another plugin was first."""
+    import vllm.entrypoints.llm
+    import vllm.plugins
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    Calls().implement_hadacore()
+    register_quantization_config("hadagen")(Fp8Config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        vllm.plugins.load_general_plugins()
+    return warned(caught)
+
+
+def quantized(*models: str) -> list[dict[str, Any]]:
+    """What vLLM generates from checkpoints of hadagen, and how often it rotates and quantizes, with an activation or
+    without one."""
+    import vllm.entrypoints.llm
+    import vllm.plugins
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    vllm.plugins.load_general_plugins()
+    from hadagen.integrations import vllm_quantization
+
+    rotate_quantize, forward, counts = vllm_quantization.rotate_quantize, SiluAndMul.forward_native, Counter()
+
+    def counted(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        counts["fused" if options["before"] else "alone"] += 1
+        return rotate_quantize(x, *arguments, **options)
+
+    def activated(x: torch.Tensor) -> torch.Tensor:
+        counts["activations"] += 1
+        return forward(x)
+
+    vllm_quantization.rotate_quantize, SiluAndMul.forward_native = counted, staticmethod(activated)  # type: ignore[assignment]
+    results = []
+    for model in models:
+        counts.clear()
+        results.append(generate(model) | counts)
+
+    def multiplied(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype, bias: Any
+    ) -> torch.Tensor:
+        counts["products"] += 1
+        assert a.dtype == b.dtype
+        assert (a.is_contiguous(), b.T.is_contiguous()) == (True, True)
+        assert (scale_a.shape, scale_b.shape) == ((len(a), 1), (b.shape[1], 1))
+        return (scale_a * (a.float() @ b.float()) * scale_b.T).to(dtype)
+
+    def loaded(self: Any, layer: Any) -> None:
+        load(self, layer)
+        self.multiplies = True
+
+    # Arguments as vLLM's kernel for GPUs takes them.
+    load = vllm_quantization.QuantizedMethod.process_weights_after_loading
+    vllm_quantization.QuantizedMethod.process_weights_after_loading = loaded  # type: ignore[method-assign]
+    vllm_quantization._custom_ops.cutlass_scaled_mm = multiplied
+    counts.clear()
+    return [*results, generate(models[0]) | counts]
+
+
+def compiled(model: str) -> dict[str, Any]:
+    """With vLLM's compiler, which takes no break in a graph."""
+    return generate(model, enforce_eager=False, compilation_config={"backend": "eager"})
+
+
+def refused(*models: str) -> list[str]:
+    """The errors of models that vLLM does not load, and of a layer."""
+    return [*map(failed, models), refused_in_parallel("mlp.down_proj")]
+
+
+def failed(model: str) -> str:
+    """The error of a model that cannot be loaded."""
+    try:
+        generate(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def parallel(*models: str) -> list[dict[str, Any]]:
+    """What two processes generate."""
+    return [generate(model, tensor_parallel_size=2) for model in models]
+
+
+def refused_in_parallel(prefix: str) -> str:
+    """The error of a layer whose block two ranks would have to share."""
+    from types import SimpleNamespace
+
+    from hadagen.integrations import vllm_quantization
+    from hadagen.models.scheme import Online, Scheme
+
+    method = vllm_quantization.QuantizedMethod(prefix, Scheme(), Online(192))
+    try:
+        method.create_weights(SimpleNamespace(tp_rank=0, tp_size=2), 96, [64], 192, 64, torch.float32)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _main() -> None:
+    name, *arguments = sys.argv[1:]
+    result = globals()[name](*arguments)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    _main()
