@@ -66,6 +66,7 @@ SAMPLED = {
     "test_fleet.py::test_an_address_of_another_protocol_is_refused_in_a_sentence": 0,
     "test_fleet.py::test_every_process_of_a_local_fleet_listens_on_loopback_alone": 0,
     "test_fleet.py::test_only_a_client_with_the_certificate_of_the_fleet_reaches_it": 0,
+    "test_fusing.py::test_rows_are_those_that_inductor_computes": 0,
     "test_host_compiler.py::test_a_damaged_library_is_built_again": 0,
     "test_host_compiler.py::test_a_full_disk_is_not_taken_for_a_wrong_source": 0,
     "test_host_compiler.py::test_only_what_the_same_compiler_built_of_the_same_sources_is_found": 0,
