@@ -139,6 +139,7 @@ SAMPLED = {
     "test_runtime_quantize.py::test_a_kernel_writes_into_out": 3,
     "test_runtime_quantize.py::test_warmup_finds_what_calls_find": 6,
     "test_sanitize.py::test_a_kernel_that_ends_the_process_is_found_and_the_others_run": 0,
+    "test_sharded.py::test_four_processes": 0,
     "test_space.py::test_a_random_choice_builds_exactly_if_it_is_legal": 0,
     "test_space.py::test_accurate_codes_are_of_values_with_16_bits": 5,
     "test_space.py::test_every_choice_is_legal_or_has_a_reason": 4,
