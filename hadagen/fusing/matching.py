@@ -52,7 +52,8 @@ class Formula:
             tensors = [(one if name == _ONE else x).clone() for name in self.tensors]  # each another one
             graph = make_fx(lambda *tensors: self._function(*tensors, *numbers), select_decomp_table())(*tensors).graph
         self._graph = graph  # which its nodes do not keep
-        (returned,) = graph.output_node().args
+        *_, output = graph.nodes
+        (returned,) = output.args
         found = returned if isinstance(returned, (list, tuple)) else [returned]
         return [_before_conversions(cast(Node, each))[0] for each in found]
 
