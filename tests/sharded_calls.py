@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -116,11 +117,12 @@ def codes() -> None:
                 sharded = distribute_tensor(x, mesh(), [placed])
                 q = rotate_quantize(sharded, rotation, **options)
                 assert isinstance(q, Quantized)
-                same(q.codes, wanted.codes)
+                assert q.codes.shape == wanted.codes.shape
                 same(q.scales, wanted.scales)
                 if placed != Shard(2):
                     assert q.codes.placements == (placed,)
-                if options["to"] != "largest":
+                if options["to"] != "largest":  # whose codes have no elements, which PyTorch 2.6 cannot gather
+                    same(q.codes, wanted.codes)
                     same(q.dequantize(), wanted.dequantize())
     q = rotate_quantize(distribute_tensor(x, mesh(), [Shard(2)]), SIGNED, to="fp8-group", group=16)
     assert q.codes.placements == q.scales.placements == (Shard(2),)
@@ -198,9 +200,12 @@ def compiled() -> None:
         modules(compiled=True)
         torch._dynamo.reset()
     x = normal(4, N)
-    call = torch.compile(
-        lambda x: tuple(rotate_quantize(SIGNED(x), None, to="int8-row")), fullgraph=True, backend="aot_eager"
-    )
+
+    def model(x: Any) -> Any:
+        q = rotate_quantize(SIGNED(x), None, to="int8-row")
+        return q.codes, q.scales  # which torch.compile of earlier releases cannot unpack
+
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
     for found, wanted in zip(call(distribute_tensor(x, mesh(), [Shard(0)])), call(x), strict=True):
         same(found, wanted, Shard(0))
 
@@ -264,7 +269,8 @@ CHECKS = {
 def main(rank: int, world: int, port: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    # Short, for ranks that wait for one with an error.
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=30))
     for name, check in CHECKS.items():
         try:
             check()

@@ -29,7 +29,11 @@ def on_processes(world: int) -> list[dict[str, str]]:
         )
         for rank in range(world)
     ]
-    said = [each.communicate(timeout=240)[0].splitlines() for each in ranks]
+    try:
+        said = [each.communicate(timeout=120)[0].splitlines() for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
     # Gloo of some releases of PyTorch writes lines between them.
     return [dict(json.loads(line) for line in lines if not line.startswith("[Gloo]")) for lines in said]
 

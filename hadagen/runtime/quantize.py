@@ -49,7 +49,7 @@ from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotate_arguments import RotateArguments, check
 from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.rotation import Rotation, buffers_of, memory_of, number_for, operands_of
-from hadagen.runtime.sharded import check_new, is_sharded, like_heads, local_of, shards_of
+from hadagen.runtime.sharded import check_new, is_divided, is_sharded, joined, like_heads, local_of, shards_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
@@ -185,7 +185,7 @@ def _of_shards(
     n = rotation.block if isinstance(rotation, Rotation) else getattr(rotation, "n", rotation or 1)
     unit = None if form.group == ROW or not isinstance(n, int) else math.lcm(n, max(form.group, 1), 2)
     shards = shards_of(x, unit, before)
-    if shards.is_divided and form.layout is not Layout.ROW_MAJOR:
+    if is_divided(shards.whole) and form.layout is not Layout.ROW_MAJOR:
         raise UsageError(
             f"layout = {form.layout.value} lays out the scales of all rows together, and x is a DTensor whose ranks "
             "have parts of it; use row-major, or pass x.to_local() for scales of each part"
@@ -200,12 +200,12 @@ def _of_shards(
     named: dict[str, Any] = {"round_first": round_first, "gradient": gradient, "numerics": numerics}
     named |= {"batch_invariant": batch_invariant, "before": before, "tensor_scale": given, "layout": layout}
     q = rotate_quantize(shards.local, rotation, to=to, scale=scale, group=group, rule=rule, **named)
-    scales = shards.joined(q.scales, replicated=form.group == TENSOR and not form.by_head)
-    made = Quantized(shards.joined(q.codes), scales, form)
+    scales = joined(shards, q.scales, replicated=form.group == TENSOR and not form.by_head)
+    made = Quantized(joined(shards, q.codes), scales, form)
     if q.tensor_scale is not None:
-        made.tensor_scale = shards.joined(q.tensor_scale, replicated=True)
+        made.tensor_scale = joined(shards, q.tensor_scale, replicated=True)
     if q._exact is not None:
-        made._exact = shards.joined(q._exact)
+        made._exact = joined(shards, q._exact)
     return made
 
 

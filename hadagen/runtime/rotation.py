@@ -84,7 +84,7 @@ from hadagen.runtime.rotate_arguments import (
 )
 from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.sealed_module import SealedModule, Watched
-from hadagen.runtime.sharded import check_new, is_sharded, local_of, shards_of
+from hadagen.runtime.sharded import check_new, is_sharded, joined, local_of, shards_of
 
 _GIVEN, _MOVE = "given", "move one of them with .to"
 # The largest block with the regular matrix, whose diagonal is stored.
@@ -464,7 +464,7 @@ class Rotation(SealedModule):
                 check_new(inplace, out)
                 shards = shards_of(x, self.block)
                 options = self._options(shards.local, transposed, 1.0, numerics, bool(batch_invariant))
-                return shards.joined(ROTATE.dispatch(shards.local, options, False, None))
+                return joined(shards, ROTATE.dispatch(shards.local, options, False, None))
         options = self._options(x, transposed, 1.0, numerics, bool(batch_invariant))
         if checks:
             check(x, options)
@@ -506,7 +506,7 @@ class Rotation(SealedModule):
             check_new(inplace, out)
             shards = shards_of(x, self.block, before)
             options = operands_of(self, result_like(shards.local, before.width), *asked, x.shape[-1] / before.width)
-            return shards.joined(rotated_after(shards.local, before, options))
+            return joined(shards, rotated_after(shards.local, before, options))
         options = operands_of(self, result_like(x, before.width), *asked)
         kept = buffers_of(self) if (inplace or out is not None) and not is_dynamo_compiling() else ()
         return rotated_after(x, before, options, inplace, out, what, kept)

@@ -36,28 +36,30 @@ class Shards(NamedTuple):
     whole: Any
     local: torch.Tensor
 
-    def joined(self, part: torch.Tensor, replicated: bool = False) -> torch.Tensor:
-        """The DTensor of results for the parts, which have x's leading dimensions, divided like x. replicated: the
-        results are the same on every rank."""
-        from torch.distributed.tensor import DTensor, Replicate
 
-        mesh, dims = self.whole.device_mesh, part.dim()
-        if replicated or not self.is_divided:
-            return DTensor.from_local(part, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        last = self.whole.dim() - 1
-        times = self.whole.shape[-1] // self.local.shape[-1]
-        shape = [*self.whole.shape[:last], *(size * times for size in part.shape[last:])][:dims]
-        strides, step = [1] * dims, 1
-        for dim in sorted(range(dims), key=lambda dim: (part.stride(dim), -dim)):
-            strides[dim] = step
-            step *= max(shape[dim], 1)
-        placed = [Replicate() if each.is_shard() and each.dim >= dims else each for each in self.whole.placements]
-        return DTensor.from_local(part, mesh, placed, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
+def is_divided(x: Any) -> bool:
+    """Whether ranks have different parts of a DTensor."""
+    return len([each for each in x.placements if not each.is_replicate()]) > 0
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether ranks have different parts."""
-        return any(not each.is_replicate() for each in self.whole.placements)
+
+def joined(shards: Shards, part: torch.Tensor, replicated: bool = False) -> torch.Tensor:
+    """The DTensor of results for the parts, which have x's leading dimensions, divided like x. replicated: the results
+    are the same on every rank."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole, local = shards
+    mesh, dims = whole.device_mesh, part.dim()
+    if replicated or not is_divided(whole):
+        return DTensor.from_local(part, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    last = whole.dim() - 1
+    times = whole.shape[-1] // local.shape[-1]
+    shape = [*whole.shape[:last], *[size * times for size in part.shape[last:]]][:dims]
+    strides, step = [1] * dims, 1
+    for dim in sorted(range(dims), key=lambda dim: (part.stride(dim), -dim)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    placed = [Replicate() if each.is_shard() and each.dim >= dims else each for each in whole.placements]
+    return DTensor.from_local(part, mesh, placed, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
 
 
 def shards_of(x: Any, unit: int | None, before: Prologue | None = None) -> Shards:
