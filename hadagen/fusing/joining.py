@@ -62,15 +62,14 @@ class Fusion(NamedTuple):
         return f"{self.what} of {str(self.dtype).removeprefix('torch.')}[{shape}]: {fused}{where}"
 
 
-_first = operator.itemgetter(0)
 Joined = tuple[Fusion, Node | None]  # what was found, and the node that does it all, if there is one now
 
 
 def fuse_all(graph: Graph) -> list[Fusion]:
     """Join all neighbors in a graph, and say of each that was found whether it was joined."""
-    found: list[tuple[int, Fusion]] = []
-    joined: dict[Node, Fusion] = {}
     order = {node: at for at, node in enumerate(graph.nodes)}
+    apart: list[tuple[int, Fusion]] = []  # with its place in the graph
+    joined: dict[Node, Fusion] = {}
     for join in (_with_rotation, _written_with_rotation, _with_formula):  # so that a formula finds all after it
         for node in list(graph.nodes):
             result = None if node._erased else join(node)
@@ -78,14 +77,13 @@ def fuse_all(graph: Graph) -> list[Fusion]:
                 continue
             fusion, place = result
             if place is None:
-                found.append((order[node], fusion))
+                apart.append((order[node], fusion))
                 continue
             if earlier := joined.pop(node, None):  # with the nodes that are one already
                 fusion = fusion._replace(nodes=(*fusion.nodes[:-1], *earlier.nodes))
             joined[place], order[place] = fusion, order[node]
-    return [
-        fusion for _, fusion in sorted((*found, *((order[node], each) for node, each in joined.items())), key=_first)
-    ]
+    found = [*apart, *((order[node], fusion) for node, fusion in joined.items())]
+    return [fusion for _, fusion in sorted(found, key=operator.itemgetter(0))]
 
 
 def _fusion(what: Sequence[str], x: Node, nodes: Sequence[Node], reason: str | None) -> Fusion:
@@ -113,9 +111,9 @@ def _put(
     before: where to put it. results: makes the nodes that take the place of others, which are the keys.
     """
     with before.graph.inserting_before(before):
-        rows = made(before, _aten.clone.default, [x], {"memory_format": torch.contiguous_format})
+        rows = made(of.node, _aten.clone.default, [x], {"memory_format": torch.contiguous_format})
         for source in (x, rows):
-            node = of._replace(node=before).made(moved(views, source, of.width))
+            node = of.made(moved(views, source, of.width))
             places = results(node)
             if all(are_alike(value_of(new), value_of(old)) for old, new in places.items()):
                 for old, new in places.items():
@@ -136,9 +134,8 @@ def _result(node: Node, at: int) -> Node:
 # ---- rotation → quantizer --------------------------------------------------------------------------------------------
 def _quantized(rotation: Step, options: Options) -> Step:
     """A rotation, and a quantizer with these options of its rounded rows."""
-    asked, names = rotation.options, ("to", "group", "rule", "layout", "tensor_scale")
-    both = asked.batch_invariant or options.batch_invariant
-    named: dict[str, Any] = {name: getattr(options, name) for name in names}
+    asked, both = rotation.options, rotation.options.batch_invariant or options.batch_invariant
+    named: dict[str, Any] = {name: getattr(options, name) for name in ("to", "group", "rule", "layout", "tensor_scale")}
     return rotation._replace(options=asked._replace(batch_invariant=both, round_first=True, **named))
 
 
