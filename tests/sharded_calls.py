@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hadagen import Quantized, Rotation, hadamard_transform, rotate_quantize
+from hadagen import Quantized, Rotation, hadamard_transform, presets, rotate_quantize
+from hadagen.compat import fast_hadamard_transform, quarot
 from hadagen.prologues import Gelu, SiluMul
 
 N = 64
@@ -129,6 +130,27 @@ def codes() -> None:
     wide = normal(4, 3, 2 * N)
     q = rotate_quantize(distribute_tensor(wide, mesh(), [Shard(1)]), SIGNED, to="int8-row", before=SiluMul())
     same(q.codes, rotate_quantize(wide, SIGNED, to="int8-row", before=SiluMul()).codes, Shard(1))
+
+
+def of_projects() -> None:
+    """Functions by the names of other projects."""
+    x = normal(4, 3, 256)
+    for call in (
+        presets.deepseek_v32_indexer,
+        presets.deepseek_v4_fp4,
+        presets.convrot_int8,
+        presets.quarot_int4,
+        presets.qutlass_mxfp4,
+        lambda x: presets.transformer_engine_nvfp4(x.reshape(12, 256)),
+        fast_hadamard_transform.hadamard_transform,
+        quarot.matmul_hadU,
+    ):
+        wanted: Any = call(x)
+        for placed in (Shard(0), Replicate()):
+            found: Any = call(distribute_tensor(x, mesh(), [placed]))
+            pairs = zip(found, wanted, strict=True) if isinstance(wanted, Quantized) else [(found, wanted)]
+            for mine, theirs in pairs:
+                same(mine, theirs)
 
 
 def gradients_of_codes() -> None:
@@ -255,6 +277,7 @@ CHECKS = {
             gradients,
             codes,
             gradients_of_codes,
+            of_projects,
             sentences,
             modules,
             compiled,

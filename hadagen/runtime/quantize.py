@@ -49,7 +49,7 @@ from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotate_arguments import RotateArguments, check
 from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.rotation import Rotation, buffers_of, memory_of, number_for, operands_of
-from hadagen.runtime.sharded import check_new, is_divided, is_sharded, joined, like_heads, local_of, shards_of
+from hadagen.runtime.sharded import check_new, is_divided, is_sharded, joined, like_heads, shards_of, whole_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
@@ -196,7 +196,7 @@ def _of_shards(
         rotation = operands_of(rotation, rows, 1.0, numerics, batch_invariant, before, x.shape[-1] / width)
     given = tensor_scale
     if isinstance(given, torch.Tensor):
-        given = like_heads(given, shards) if form.by_head else local_of(given)
+        given = like_heads(given, shards) if form.by_head else whole_of(given)
     named: dict[str, Any] = {"round_first": round_first, "gradient": gradient, "numerics": numerics}
     named |= {"batch_invariant": batch_invariant, "before": before, "tensor_scale": given, "layout": layout}
     q = rotate_quantize(shards.local, rotation, to=to, scale=scale, group=group, rule=rule, **named)

@@ -23,6 +23,11 @@ def local_of(tensor: Any) -> Any:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def whole_of(tensor: Any) -> Any:
+    """The whole of a DTensor, which is gathered; anything else as it is."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
 def check_new(inplace: bool, out: Any) -> None:
     """Raises `UsageError` for a result that is not a new tensor."""
     if inplace or out is not None:
