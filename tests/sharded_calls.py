@@ -130,7 +130,7 @@ def codes() -> None:
     part = torch.tensor(0.0625) / torch.distributed.get_world_size()
     scale = DTensor.from_local(part, mesh(), [Partial()], run_check=False)
     q = rotate_quantize(distribute_tensor(x, mesh(), [Shard(0)]), SIGNED, to="nvfp4", tensor_scale=scale)
-    same(q.codes, rotate_quantize(x, SIGNED, to="nvfp4", tensor_scale=0.0625).codes, Shard(0))
+    same(q.scales, rotate_quantize(x, SIGNED, to="nvfp4", tensor_scale=0.0625).scales, Shard(0))
     wide = normal(4, 3, 2 * N)
     q = rotate_quantize(distribute_tensor(wide, mesh(), [Shard(1)]), SIGNED, to="int8-row", before=SiluMul())
     same(q.codes, rotate_quantize(wide, SIGNED, to="int8-row", before=SiluMul()).codes, Shard(1))
