@@ -10,6 +10,7 @@ rotate_quantize: a rotation and a quantizer in one kernel; returns a `Quantized`
 presets: rotations with a quantizer, by the names of the projects that need them.
 prologues: what runs before a rotation in the same kernel, such as SiLU·mul; values of before=.
 compat: functions of other projects by their own names.
+fuse: let torch.compile make one operator of what runs before a rotation, the rotation, and a quantizer.
 warmup: load the kernels of later calls.
 best_config: the kernel that a call runs; returns a `BestConfig`.
 autotune: find the fastest kernel for this GPU within seconds.
@@ -35,6 +36,7 @@ if os.path.exists(os.path.join(_beside, "tuning_db", "bundle.py")):
     __path__.append(_beside)
 
 if TYPE_CHECKING:
+    from hadagen.fusing.fuse import fuse
     from hadagen.runtime.autotune import autotune
     from hadagen.runtime.best import BestConfig, best_config
     from hadagen.runtime.choose import Match
@@ -62,6 +64,7 @@ __all__ = [
     "UsageError",
     "autotune",
     "best_config",
+    "fuse",
     "hadamard_transform",
     "rotate_quantize",
     "warmup",
@@ -72,6 +75,7 @@ _LAZY = {
     "Match": "hadagen.runtime.choose",
     "autotune": "hadagen.runtime.autotune",
     "best_config": "hadagen.runtime.best",
+    "fuse": "hadagen.fusing.fuse",
     "Quantized": "hadagen.runtime.quantized",
     "Rotation": "hadagen.runtime.rotation",
     "rotate_quantize": "hadagen.runtime.quantize",

@@ -36,9 +36,10 @@ TABLE = """
     compat               | runtime problem errors                                    | torch
     presets              | runtime truth errors                                      | torch
     prologues            | runtime problem errors                                    | torch
+    fusing               | prologues runtime problem errors                          | torch
     models               | prologues runtime tuning_db problem errors                | safetensors tokenizers torch
     integrations         | models prologues compat runtime problem errors            | torch vllm
-    __init__             | runtime.registration runtime problem errors               |
+    __init__             | fusing runtime.registration runtime problem errors        |
     report               | tuning_db.bundle tuning_db plan problem errors            |
     report.drawing       | report problem errors                                     | bokeh jinja2
     fleet                | measure gpu compiler plan problem owners errors           | dask distributed tornado

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from hadagen.errors import TensorError, UsageError, shown
-from hadagen.problem.formats import TENSOR, Format
+from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.problem import Problem, Rows
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime import calls, kernels
@@ -49,6 +49,7 @@ from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotate_arguments import RotateArguments, check
 from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.rotation import Rotation, buffers_of, memory_of, number_for, operands_of
+from hadagen.runtime.sharded import check_new, is_divided, is_sharded, joined, like_heads, shards_of, whole_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
@@ -112,6 +113,10 @@ def rotate_quantize(
     text = "" if before is None else text_of(before)
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
+    if is_sharded(x):
+        check_new(False, out)
+        of_format = to, scale, group, rule, layout, tensor_scale, round_first, gradient
+        return _of_shards(x, rotation, *of_format, numerics, batch_invariant, before)
     source, results, what = x, None, None
     given: Any
     if gradient is not False:
@@ -158,6 +163,50 @@ def rotate_quantize(
         wide = source.float() if before is None else applied(source, before)["x"]
         quantized._exact = ROTATE.apply(wide, _operands(wide, rotation, scale, numerics, bool(batch_invariant)))
     return quantized
+
+
+def _of_shards(
+    x: Any,
+    rotation: Any,
+    to: str,
+    scale: float | None,
+    group: int | None,
+    rule: str | None,
+    layout: str,
+    tensor_scale: Any,
+    round_first: bool,
+    gradient: bool,
+    numerics: str,
+    batch_invariant: bool,
+    before: Prologue | None,
+) -> Quantized:
+    """The codes and scales of a DTensor, as DTensors that are divided like x."""
+    form = Format.choose(to, as_int(group), rule, layout)
+    n = rotation.block if isinstance(rotation, Rotation) else getattr(rotation, "n", rotation or 1)
+    unit = None if form.group == ROW or not isinstance(n, int) else math.lcm(n, max(form.group, 1), 2)
+    shards = shards_of(x, unit, before)
+    if is_divided(shards.whole) and form.layout is not Layout.ROW_MAJOR:
+        raise UsageError(
+            f"layout = {form.layout.value} lays out the scales of all rows together, and x is a DTensor whose ranks "
+            "have parts of it; use row-major, or pass x.to_local() for scales of each part"
+        )
+    width = 1 if before is None else before.width
+    if isinstance(rotation, Rotation):
+        rows = result_like(shards.local, width)
+        rotation = operands_of(rotation, rows, 1.0, numerics, batch_invariant, before, x.shape[-1] / width)
+    given = tensor_scale
+    if isinstance(given, torch.Tensor):
+        given = like_heads(given, shards) if form.by_head else whole_of(given)
+    named: dict[str, Any] = {"round_first": round_first, "gradient": gradient, "numerics": numerics}
+    named |= {"batch_invariant": batch_invariant, "before": before, "tensor_scale": given, "layout": layout}
+    q = rotate_quantize(shards.local, rotation, to=to, scale=scale, group=group, rule=rule, **named)
+    scales = joined(shards, q.scales, replicated=form.group == TENSOR and not form.by_head)
+    made = Quantized(joined(shards, q.codes), scales, form)
+    if q.tensor_scale is not None:
+        made.tensor_scale = joined(shards, q.tensor_scale, replicated=True)
+    if q._exact is not None:
+        made._exact = joined(shards, q._exact)
+    return made
 
 
 # ---- calls that come again -------------------------------------------------------------------------------------------

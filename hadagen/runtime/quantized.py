@@ -24,6 +24,7 @@ from hadagen.runtime.checks import (
     kind_of,
     plain,
 )
+from hadagen.runtime.sharded import Shards, is_sharded, joined, local_of
 from hadagen.truth import quantizer
 
 
@@ -70,6 +71,10 @@ class Quantized:
         scales or a tensor_scale that the format does not have.
         """
         check_dtype(dtype)
+        if is_sharded(self.codes):
+            parts = Quantized(local_of(self.codes), local_of(self.scales), self.format, local_of(self.tensor_scale))
+            parts._exact = local_of(self._exact)
+            return joined(Shards(self.codes, parts.codes), parts.dequantize(dtype))
         self._check()
         form = self.format
         codes = quantizer.as_bytes(self.codes)

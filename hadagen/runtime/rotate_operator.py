@@ -16,6 +16,7 @@ from hadagen.runtime.checks import check_alike, check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.operators import LinearOperator
 from hadagen.runtime.rotate_arguments import RotateArguments, check
+from hadagen.runtime.sharded import is_sharded, joined, shards_of
 
 
 def rotated(x: torch.Tensor, of: RotateArguments, inplace: bool) -> torch.Tensor:
@@ -115,6 +116,9 @@ def rotate(
 
     x: [..., n]. matrix: the entries of A, [order, order], row by row; None for H alone, with order 1.
     """
+    if is_sharded(x):
+        shards = shards_of(x, None)
+        return joined(shards, rotate(shards.local, matrix, order, n, scale=scale, transposed=transposed))
     if matrix is not None:
         check_alike(x, matrix, "the matrix")
     return ROTATE.apply(

@@ -84,6 +84,7 @@ from hadagen.runtime.rotate_arguments import (
 )
 from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.sealed_module import SealedModule, Watched
+from hadagen.runtime.sharded import check_new, is_sharded, joined, local_of, shards_of
 
 _GIVEN, _MOVE = "given", "move one of them with .to"
 # The largest block with the regular matrix, whose diagonal is stored.
@@ -459,6 +460,11 @@ class Rotation(SealedModule):
                 check_tensor(x)
             if x.dim() and x.shape[-1] != self.n:
                 raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
+            if is_sharded(x):
+                check_new(inplace, out)
+                shards = shards_of(x, self.block)
+                options = self._options(shards.local, transposed, 1.0, numerics, bool(batch_invariant))
+                return joined(shards, ROTATE.dispatch(shards.local, options, False, None))
         options = self._options(x, transposed, 1.0, numerics, bool(batch_invariant))
         if checks:
             check(x, options)
@@ -495,8 +501,13 @@ class Rotation(SealedModule):
         check_destination(x, inplace, out)
         if not is_dynamo_compiling():
             check_tensor(x)
-        rows = result_like(x, before.width)
-        options = operands_of(self, rows, 1.0, numerics, bool(batch_invariant), before)
+        asked = 1.0, numerics, bool(batch_invariant), before
+        if is_sharded(x):
+            check_new(inplace, out)
+            shards = shards_of(x, self.block, before)
+            options = operands_of(self, result_like(shards.local, before.width), *asked, x.shape[-1] / before.width)
+            return joined(shards, rotated_after(shards.local, before, options))
+        options = operands_of(self, result_like(x, before.width), *asked)
         kept = buffers_of(self) if (inplace or out is not None) and not is_dynamo_compiling() else ()
         return rotated_after(x, before, options, inplace, out, what, kept)
 
@@ -543,7 +554,7 @@ class Rotation(SealedModule):
 
     def _unchecked(self, x: Any) -> tuple[Any, Any, Any]:
         """The operands where buffers cannot be read: the buffers themselves, which operators check when they run."""
-        buffers = self.packed_matrices, self.packed_signs, self.packed_signs_after
+        buffers = local_of(self.packed_matrices), local_of(self.packed_signs), local_of(self.packed_signs_after)
         return self._joined(buffers, stored_matrix, lambda: self._named(x))
 
     def _joined(
@@ -636,14 +647,17 @@ def operands_of(
     numerics: str = "accurate",
     batch_invariant: bool = BATCH_INVARIANT,
     before: Prologue | None = None,
+    columns: float | None = None,
 ) -> RotateArguments:
     """The arguments of an operator that rotates x and multiplies by a scale. Raises what a call with x raises.
 
-    x: a tensor like the rows to rotate. before: the prologue that makes the rows."""
-    if x.shape[-1] != rotation.n:
+    x: a tensor like the rows to rotate, or like parts of the rows, which have so many columns. before: the prologue
+    that makes the rows."""
+    columns = x.shape[-1] if columns is None else columns
+    if columns != rotation.n:
         width = before.width if before is not None else 1
         takes = f"{width} · {rotation.n} with before= of two parts" if width > 1 else f"{rotation.n}"
-        raise TensorError(f"the last dimension of x is {width * x.shape[-1]}; this rotation takes {takes}")
+        raise TensorError(f"the last dimension of x is {int(width * columns)}; this rotation takes {takes}")
     options = rotation._options(x, False, scale, numerics, batch_invariant)
     if not is_dynamo_compiling():  # where the operator's own checks do more for the message
         check(x, options)

@@ -25,6 +25,7 @@ from hadagen.runtime.checks import (
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.prologue_operator import check_target, rotated_after, text_of
 from hadagen.runtime.rotate_arguments import RotateArguments
+from hadagen.runtime.sharded import check_new, is_sharded, joined, shards_of
 from hadagen.runtime.transform_operator import HADAMARD, Options
 
 _NEARLY = 1e-3  # relative, as a scale may have been rounded
@@ -111,6 +112,11 @@ def _dispatched(
         if out is not None and before is None:
             check_like(x, out)
         _warn_of_padding(x.shape[-1] // (1 if before is None else before.width), scale)
+    if is_sharded(x):
+        check_new(inplace, out)
+        shards = shards_of(x, None, before)
+        y = hadamard_transform(shards.local, scale, numerics=numerics, batch_invariant=batch_invariant, before=before)
+        return joined(shards, y)
     options = Options(scale if is_symbolic(scale) else float(scale), numerics, bool(batch_invariant))
     if before is not None:
         return _after(x, before, options, inplace, out)

@@ -1,0 +1,500 @@
+"""`hadagen.fuse`: graphs of torch.compile in which neighbors become one operator."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config, custom_graph_pass
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import gelu, relu, silu
+
+import hadagen
+from hadagen import Quantized, Rotation, UsageError, fuse, hadamard_transform, rotate_quantize
+from hadagen.fusing import fuse as room
+from hadagen.prologues import Arithmetic, Gelu, GeluMul, Mul, Relu2, SiluMul
+
+BF16, M = torch.bfloat16, 64  # columns that are rotated
+R = Rotation(M, block=32, signs=[1, -1] * 16)
+Q = partial(rotate_quantize, to="int8-row")
+GELU = Gelu()
+# As Inductor computes them. Earlier releases, such as 2.8, compute silu by a sigmoid.
+SIGMOID = Arithmetic("product", "__expf", "div.full.f32", sigmoid=True)
+ONCE = Arithmetic("product", "expf", "div.full.f32")
+_nodes = make_fx(lambda x: silu(x), select_decomp_table())(torch.zeros(2)).graph.nodes
+SILU = SIGMOID if any("sigmoid" in str(node.target) for node in _nodes) else ONCE
+TAKES_LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+@pytest.fixture(autouse=True)
+def passes() -> Iterator[None]:
+    torch._dynamo.reset()
+    with fuse():
+        yield
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def pair(q: Quantized) -> Pair:
+    """Which torch.compile of earlier releases cannot unpack."""
+    return q.codes, q.scales
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return (2 * torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).to(dtype)
+
+
+class Compiled:
+    """A function, compiled but for the code that Inductor generates: the graphs run as they are after the passes."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> torch.fx.GraphModule:
+            self.graphs.append(graph)
+            return graph
+
+        backend = partial(compile_fx, inner_compile=keep)
+        self._call = torch.compile(function, fullgraph=True, backend=backend, **options)
+        self._before = len(fuse.report())
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    @property
+    def report(self) -> list[Any]:
+        return fuse.report()[self._before :]
+
+    def operators(self, at: int = 0) -> list[str]:
+        """hadagen's operators of a graph."""
+        targets = [str(node.target) for node in self.graphs[at].graph.nodes if node.op == "call_function"]
+        return [name for name in targets if name.startswith("hadagen")]
+
+
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.chunk(2, -1)
+
+
+def sliced(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+
+
+def split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.split([x.shape[-1] // 2] * 2, -1)
+
+
+def pairs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x[..., ::2], x[..., 1::2]
+
+
+def gpt_oss(x: torch.Tensor, limit: float = 7.0) -> torch.Tensor:
+    g, u = pairs(x)
+    g, u = g.clamp(min=None, max=limit), u.clamp(min=-limit, max=limit)
+    return (u + 1) * (g * torch.sigmoid(g * 1.702))
+
+
+def by(function: Callable[..., torch.Tensor], parts: Any = halves) -> Callable[..., torch.Tensor]:
+    return lambda x: function(*parts(x))
+
+
+def in_float32(x: torch.Tensor) -> torch.Tensor:
+    g, u = halves(x.float())
+    return (u * silu(g)).to(x.dtype)
+
+
+# Name → what runs before the rotation, and the value of before= that it becomes.
+FORMULAS = {
+    "silu, chunk": (by(lambda g, u: silu(g) * u), SiluMul(numerics=SILU)),
+    "silu, slices": (by(lambda g, u: u * silu(g), sliced), SiluMul(numerics=SILU)),
+    "silu, split": (by(lambda g, u: silu(g) * u, split), SiluMul(numerics=SILU)),
+    "silu, float32": (in_float32, SiluMul(numerics=SILU)),
+    "silu, pairs": (by(lambda g, u: silu(g) * u, pairs), SiluMul(layout="interleaved", numerics=SILU)),
+    "silu, written": (by(lambda g, u: g * torch.sigmoid(g) * u), SiluMul(numerics=SIGMOID)),
+    "silu, alpha": (by(lambda g, u: g * torch.sigmoid(g * 1.5) * u), SiluMul(alpha=1.5, numerics=SIGMOID)),
+    "silu, limit": (
+        by(lambda g, u: silu(g.clamp(max=1.0)) * u.clamp(-1.0, 1.0)),
+        SiluMul(limit=1.0, numerics=SILU),
+    ),
+    "gpt-oss": (gpt_oss, SiluMul(limit=7, alpha=1.702, beta=1, layout="interleaved", numerics=SIGMOID)),
+    "gelu·mul": (by(lambda g, u: gelu(g) * u), GeluMul(numerics=ONCE)),
+    "gelu·mul, tanh": (
+        by(lambda g, u: gelu(g, approximate="tanh") * u),
+        GeluMul(approximate="tanh", numerics=ONCE),
+    ),
+    "mul": (by(lambda g, u: g * u), Mul(numerics=ONCE)),
+    "gelu": (lambda x: gelu(x), Gelu(numerics=ONCE)),
+    "gelu, tanh": (lambda x: gelu(x, approximate="tanh"), Gelu(approximate="tanh", numerics=ONCE)),
+    "gelu, quick": (lambda x: x * torch.sigmoid(1.702 * x), Gelu(approximate="quick", numerics=SIGMOID)),
+    "relu²": (lambda x: relu(x).square(), Relu2(numerics=ONCE)),
+    "relu**2": (lambda x: relu(x) ** 2, Relu2(numerics=ONCE)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_formula_before_a_rotation(name: str) -> None:
+    """It becomes the value with the same numbers and roundings, before each of the operators."""
+    formula, value = FORMULAS[name]
+    x = normal(3, 5, value.width * M)
+
+    def model(x: torch.Tensor) -> Any:
+        both = Q(formula(x), R)
+        return R(formula(x)), hadamard_transform(formula(x), 0.125), both.codes, both.scales
+
+    compiled = Compiled(model)
+    found = compiled(x)
+    assert compiled.operators() == ["hadagen.rotate_after.default"] * 3
+    q = Q(x, R, before=value)
+    for mine, wanted in zip(found, (R(x, before=value), hadamard_transform(x, 0.125, before=value), *q), strict=True):
+        assert torch.equal(mine, wanted)
+        assert mine.stride() == wanted.stride()
+    assert [each.what for each in compiled.report] == [
+        f"{value!r} → {rest}" for rest in ("rotation → int8-row", "rotation", "rotation")
+    ]
+    assert {each.reason for each in compiled.report} == {None}
+    assert {(each.shape, each.dtype) for each in compiled.report} == {((3, 5, value.width * M), BF16)}
+    assert all(__file__ in each.where and "in model" in each.where for each in compiled.report)
+
+
+FORMATS = [
+    {"to": "int8-row"},
+    {"to": "int4-row"},
+    {"to": "fp8-tensor", "tensor_scale": 0.05},
+    {"to": "mxfp4", "layout": "swizzled"},
+    {"to": "fp8-group", "group": 32, "layout": "column-major"},
+    {"to": "nvfp4", "tensor_scale": 0.01},
+    {"to": "largest", "group": 32},
+]
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=lambda options: options["to"])
+def test_a_rotation_before_a_quantizer(options: dict[str, Any]) -> None:
+    """Through views, with the same codes, scales and strides as without the pass."""
+
+    def model(x: torch.Tensor) -> Pair:
+        return pair(rotate_quantize(R(x).view(-1, M), None, **options))
+
+    x = normal(3, 5, M)
+    compiled = Compiled(model)
+    found = compiled(x)
+    assert compiled.operators() == ["hadagen.rotate_quantize.default"]
+    for mine, wanted in zip(found, model(x), strict=True):
+        assert torch.equal(mine, wanted)
+        assert mine.stride() == wanted.stride()
+    assert [each.what for each in compiled.report] == [f"rotation → {options['to']}"]
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return R(x).view(3, 5, 2, 32).transpose(1, 2)
+
+
+# Name → values to quantize, and whether they are of a type with which a format fits.
+MOVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "heads": heads,
+    "more heads": lambda x: R(x).unflatten(-1, (2, 32)).permute(2, 0, 1, 3),
+    "float32": lambda x: R(x).float()[None],
+    "hadamard_transform": lambda x: hadamard_transform(x, 0.125).flatten(0, 1),
+    "inverse": lambda x: R.inverse(x),
+    "of permuted rows": lambda x: R(x.transpose(0, 1)),
+    "after a prologue": lambda x: R(x, before=GELU).view(-1, M),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_views_between(name: str) -> None:
+    def model(x: torch.Tensor) -> Pair:
+        return pair(rotate_quantize(MOVED[name](x), None, to="mxfp8"))
+
+    x = normal(3, 5, M)
+    compiled = Compiled(model)
+    found = compiled(x)
+    assert [each.reason for each in compiled.report] == [None]
+    assert "hadagen.rotate.default" not in compiled.operators()
+    for mine, wanted in zip(found, model(x), strict=True):
+        assert torch.equal(mine, wanted)
+        assert mine.stride() == wanted.stride()
+
+
+def test_any_number_of_rows() -> None:
+    """From one graph; and all becomes one operator."""
+
+    def model(x: torch.Tensor) -> Pair:
+        g, u = halves(x)
+        return pair(Q(R((silu(g) * u).view(-1, M)), None))
+
+    compiled = Compiled(model)
+    for rows in (7, 4, 9):
+        x = normal(rows, 3, 2 * M)
+        torch._dynamo.mark_dynamic(x, 0)
+        q = Q(x.view(-1, 2 * M), R, before=SiluMul(numerics=SILU), round_first=True)
+        assert all(map(torch.equal, compiled(x), q))
+    assert len(compiled.graphs) == 1
+    assert compiled.operators() == ["hadagen.rotate_after.default"]
+    (fusion,) = compiled.report
+    assert fusion.what.endswith("→ rotation → int8-row")
+    assert isinstance(fusion.shape[0], str)
+    assert {"mul", "view", "rotate", "rotate_quantize"} < {name.rstrip("_0123456789") for name in fusion.nodes}
+    assert str(fusion).startswith(f"{fusion.what} of bfloat16[{fusion.shape[0]}, 3, 128]: fused, at File")
+
+
+def vllm(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    amax, _ = y.abs().max(dim=-1)
+    scale = (amax.unsqueeze(-1).to(torch.float32) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
+    return (y.to(torch.float32) * scale.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
+def divided(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = (y.abs().amax(-1, keepdim=True).float() / 448).clamp(min=1 / (448 * 512))
+    return (y / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def by_given(y: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (y.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("quantizer", [vllm, divided, by_given])
+def test_quantizers_that_are_written_in_pytorch(quantizer: Any) -> None:
+    given = [torch.tensor([0.03])] if quantizer is by_given else []
+
+    def model(x: torch.Tensor, *given: torch.Tensor) -> Any:
+        g, u = halves(x)
+        codes, scale = quantizer(R(silu(g) * u), *given)
+        return codes, scale * 2
+
+    x = normal(64, 2 * M)
+    compiled = Compiled(model)
+    codes, twice = compiled(x, *given)
+    assert compiled.operators() == ["hadagen.rotate_after.default"]
+    assert not [node for node in compiled.graphs[0].graph.nodes if node.name.startswith(("clamp", "reciprocal", "div"))]
+    wanted, scale = quantizer(R(x, before=SiluMul(numerics=SILU)), *given)
+    assert torch.equal(twice, scale * 2)
+    assert codes.dtype == wanted.dtype
+    # Values near the middle between two codes.
+    assert float((codes.view(torch.uint8) != wanted.view(torch.uint8)).float().mean()) < 0.01
+    torch.testing.assert_close(codes.float(), wanted.float(), rtol=1 / 8, atol=2**-9)
+
+
+def test_gradients_are_those_of_the_graph() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        g, u = halves(x)
+        return R(silu(g) * u)
+
+    x, gradient = normal(6, 2 * M).requires_grad_(), normal(6, M)
+    compiled = Compiled(model)
+    (found,) = torch.autograd.grad(compiled(x), x, gradient)
+    assert compiled.operators(0) == ["hadagen.rotate_after.default"]
+    assert "hadagen.rotate.default" in compiled.operators(1)
+    (wanted,) = torch.autograd.grad(model(x), x, gradient)
+    torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)
+
+
+def used_twice(x: torch.Tensor) -> Any:
+    g, u = halves(x)
+    product = silu(g) * u
+    return R(product), product + 1
+
+
+def two_tensors(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return R(silu(x) * y)
+
+
+def computed(x: torch.Tensor) -> Any:
+    g, u = halves(x * 3)
+    return R(silu(g) * u)
+
+
+def float64(x: torch.Tensor) -> Any:
+    return R(gelu(x.double()))
+
+
+def from_float32(x: torch.Tensor) -> Any:
+    g, u = halves(x.float())
+    return R(silu(g) * u)
+
+
+def in_float64(x: torch.Tensor) -> Any:
+    g, u = halves(x)
+    return R((silu(g.double()) * u).to(BF16))
+
+
+def rotated_twice_used(x: torch.Tensor) -> Any:
+    y = R(x)
+    return Q(y, None).codes, y + 1
+
+
+def amax_used(x: torch.Tensor) -> Any:
+    y = R(x)
+    amax, _ = y.abs().max(dim=-1)
+    scale = (amax.unsqueeze(-1).to(torch.float32) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
+    return (y.to(torch.float32) * scale.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), amax + 1
+
+
+K, K12, REGULAR = Rotation(192), Rotation(12), Rotation(M, "regular")
+# Name → a model, the shape of its arguments, and words of the reason.
+NOT_FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
+    "another user of the product": (used_twice, [(4, 2 * M)], " uses mul"),
+    "u and g": (lambda x: R(silu(halves(x)[1]) * halves(x)[0]), [(4, 2 * M)], "not the two halves"),
+    "two tensors": (two_tensors, [(4, M), (4, M)], "not the two halves"),
+    "other parts": (lambda x: R(silu(x[:, :M]) * x[:, M : 2 * M]), [(4, 3 * M)], "not the two halves"),
+    "x is computed where it is used": (computed, [(4, 2 * M)], "mul is computed in the same kernel"),
+    "float64": (float64, [(4, M)], "takes torch.float64"),
+    "float32 after bfloat16": (from_float32, [(4, 2 * M)], "takes torch.float32"),
+    "float64 between": (in_float64, [(4, 2 * M)], "converted to another type"),
+    "a transposed matrix": (lambda x: K.inverse(relu(x).square()), [(4, 192)], "inverse of a rotation with a matrix"),
+    "a matrix alone": (lambda x: K12(relu(x).square()), [(4, 12)], "no kernel takes its matrix"),
+    "regular": (lambda x: REGULAR(relu(x).square()), [(4, M)], "no kernel exchanges bits"),
+    "padded rows": (lambda x: hadamard_transform(relu(x).square()), [(4, 48)], "its rows are padded"),
+    "short blocks": (lambda x: hadamard_transform(relu(x).square()), [(4, 4)], "less than 16 bytes"),
+    "rows moved": (lambda x: R(by(lambda g, u: silu(g) * u)(x).T), [(M, 2 * M)], "moves the last dimension"),
+    "halves of other rows": (
+        lambda x: R(by(lambda g, u: silu(g) * u)(x).view(-1, M)),
+        [(4, 4 * M)],
+        "divides or joins rows",
+    ),
+    "a scale of the quantizer": (lambda x: Q(R(x), None, scale=0.5).codes, [(4, M)], "has a scale"),
+    "another user of rotated rows": (rotated_twice_used, [(4, M)], "uses rotate too"),
+    "parts of blocks": (lambda x: Q(R(x).view(-1, 16), None).codes, [(4, M)], "divides or joins rows"),
+    "another type is rounded to": (
+        lambda x: Q(R(x).float(), None, rule="convrot").codes,
+        [(4, M)],
+        "rounds to the type",
+    ),
+    "rounded to float16": (lambda x: Q(R(x).half(), None).codes, [(4, M)], "rounded from torch.bfloat16"),
+    "amax is used": (amax_used, [(4, M)], "uses values before"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_what_is_not_fused_is_said_and_stays(name: str) -> None:
+    model, shapes, words = NOT_FUSED[name]
+    arguments = [normal(*shape) for shape in shapes]
+    compiled = Compiled(model)
+    found = compiled(*arguments)
+    (reason,) = (each.reason for each in compiled.report)
+    assert words in str(reason)
+    assert f"not fused, because {compiled.report[0].reason}" in str(compiled.report[0])
+    assert "hadagen.rotate_after.default" not in compiled.operators()
+    both = ([*each] if isinstance(each, tuple) else [each] for each in (found, model(*arguments)))
+    for mine, wanted in zip(*both, strict=True):
+        torch.testing.assert_close(
+            mine.float(), wanted.float(), rtol=2**-6, atol=2**-6 * float(wanted.float().abs().max())
+        )
+
+
+def test_an_activation_with_another_user_is_computed_twice() -> None:
+    def model(x: torch.Tensor) -> Any:
+        g, u = halves(x)
+        active = silu(g)
+        return R(active * u), active
+
+    x = normal(4, 2 * M)
+    compiled = Compiled(model)
+    y, active = compiled(x)
+    assert torch.equal(y, R(x, before=SiluMul(numerics=SILU)))
+    assert torch.equal(active, model(x)[1])
+    assert [each.reason for each in compiled.report] == [None]
+
+
+def test_roundings_that_inductor_is_asked_for() -> None:
+    x = normal(64, 2 * M)
+    with config.patch(emulate_precision_casts=True):
+        eager = by(lambda g, u: silu(g) * u)
+        compiled = Compiled(lambda x: R(eager(x)))
+        assert torch.equal(compiled(x), R(x, before=SiluMul(numerics="eager")))
+        assert torch.equal(compiled(x), R(eager(x)))  # as the graph says it
+        torch._dynamo.reset()
+        compiled = Compiled(lambda x: R(in_float32(x)))
+        assert torch.equal(compiled(x), R(x, before=SiluMul(numerics=SILU)))
+        torch._dynamo.reset()
+        compiled = Compiled(lambda x: R(by(lambda g, u: g * torch.sigmoid(g) * u)(x)))
+        assert torch.equal(compiled(x), R(by(lambda g, u: g * torch.sigmoid(g) * u)(x)))
+        assert ["emulate_precision_casts" in str(each.reason) for each in compiled.report] == [True]
+
+
+def whole(x: torch.Tensor) -> Pair:
+    g, u = halves(x)
+    return pair(Q(hadamard_transform((silu(g) * u).view(-1, M), 0.125), None))
+
+
+def test_inductor_compiles_what_is_fused() -> None:
+    x = normal(32, 4, 2 * M)
+    with config.patch(force_disable_caches=True):
+        found = torch.compile(whole, fullgraph=True)(x)
+    q = Q(x.view(-1, 2 * M), M, before=SiluMul(numerics=SILU), round_first=True)
+    assert all(map(torch.equal, found, q))
+
+
+def test_rows_are_those_that_inductor_computes() -> None:
+    """But for the last bit of a product, which may be rounded the other way where the functions differ."""
+    x = normal(32, 4, 2 * M)
+    with config.patch(force_disable_caches=True):
+        fused = torch.compile(whole, fullgraph=True)(x)
+        fuse.undo()
+        torch._dynamo.reset()
+        codes, scales = torch.compile(whole, fullgraph=True)(x)
+    assert float((fused[0] != codes).float().mean()) < 1e-3
+    assert float((fused[1] != scales).float().mean()) < 1e-2
+
+
+# ---- in the configuration of Inductor --------------------------------------------------------------------------------
+def other(graph: torch.fx.Graph) -> None:
+    OTHERS.append(graph)
+
+
+OTHERS: list[torch.fx.Graph] = []
+
+
+def test_passes_of_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = room._PASS
+    for theirs, both in ((None, ours), (other, [other, ours]), ([other], [other, ours]), ((other,), [other, ours])):
+        if theirs is other and not TAKES_LISTS:  # which comes below
+            continue
+        fuse.undo()
+        config.joint_custom_post_pass = theirs
+        for _ in range(2):
+            fuse()
+            assert config.joint_custom_post_pass == both
+        fuse.undo()
+        left = config.joint_custom_post_pass
+        assert left == (None if theirs is None else [other])
+        config.joint_custom_post_pass = None
+    with fuse():
+        assert config.joint_custom_post_pass is ours
+    assert config.joint_custom_post_pass is None
+    # In a release that takes one pass.
+    monkeypatch.delattr(custom_graph_pass, "get_custom_graph_passes", raising=False)
+    config.joint_custom_post_pass = other
+    fuse()
+    both = config.joint_custom_post_pass
+    assert both.uuid() is None  # as that of a function, which Inductor does not cache with
+    x = normal(4, M)
+    compiled = Compiled(lambda x: Q(R(x), None).codes)
+    compiled(x)
+    assert OTHERS
+    assert [each.reason for each in compiled.report] == [None]
+    fuse.undo()
+    assert config.joint_custom_post_pass is other
+    config.joint_custom_post_pass = None
+
+
+def test_inductor_may_cache_what_it_compiles() -> None:
+    assert room._PASS.uuid()
+    assert room._PASS.uuid() == room._PASS.uuid()
+    assert isinstance(pickle.loads(pickle.dumps(room._PASS)), type(room._PASS))
+    assert room._Both(room._PASS).uuid() == (room._PASS.uuid(), room._PASS.uuid())
+
+
+def test_a_release_without_such_passes_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "config", object())
+    with pytest.raises(UsageError, match="joint_custom_post_pass, which hadagen"):
+        fuse()
+    fuse.undo()
+
+
+def test_the_name_is_there() -> None:
+    assert hadagen.fuse is fuse
+    assert "fuse" in dir(hadagen)
