@@ -106,13 +106,22 @@ torch-test: $(TO_TEST) $(MODEL) ## test the runtime with other releases of PyTor
 # Projects that import what `hadagen.compat.provide` provides, without what they need for other things.
 ENGINES := build/engines/brevitas-0.13.4-modelopt-0.47.0
 
-engine-test: $(TO_TEST) $(ENGINES) ## test other projects on hadagen, which it downloads
-	HADAGEN_TEST_ENGINES=$(abspath $(ENGINES)) $(PY) -m pytest -n $(JOBS) tests/test_engines.py
+LLMCOMPRESSOR := build/engines/llmcompressor-0.14.0.1
+
+engine-test: export HADAGEN_TEST_LLMCOMPRESSOR = $(abspath $(LLMCOMPRESSOR))
+
+engine-test: $(TO_TEST) $(ENGINES) $(LLMCOMPRESSOR) ## test other projects on hadagen, which it downloads
+	HADAGEN_TEST_ENGINES=$(abspath $(ENGINES)) $(PY) -m pytest -n $(JOBS) tests/test_engines.py tests/test_engine_*.py
 
 $(ENGINES):
 	@rm -rf $@
 	$(PIP) install --quiet --no-deps --target $@ brevitas==0.13.4 dependencies==2.0.1 unfoldNd==0.2.3 \
 		nvidia-modelopt==0.47.0 antlr4-python3-runtime==4.9.3 omegaconf==2.4.0 pulp==3.3.2 regex==2026.11.19 scipy==1.17.1
+
+$(LLMCOMPRESSOR):
+	@rm -rf $@
+	$(PIP) install --quiet --no-deps --target $@ llmcompressor==0.14.0.1 loguru==0.7.3 datasets==5.2.0 dill==0.4.1 \
+		multiprocess==0.70.19 pandas==3.1.1 pillow==13.0.0 pyarrow==26.0.1 python-dateutil==4.0.0 six==1.17.0 xxhash==4.1.0
 
 gpu-test: $(TO_TEST) ## run the tests that need a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(call NEXT,make tune finds the fastest kernels for this GPU)
