@@ -107,10 +107,12 @@ torch-test: $(TO_TEST) $(MODEL) ## test the runtime with other releases of PyTor
 ENGINES := build/engines/brevitas-0.13.4-modelopt-0.47.0
 
 LLMCOMPRESSOR := build/engines/llmcompressor-0.14.0.1
+TORCHAO := build/engines/torchao-0.18.0
 
 engine-test: export HADAGEN_TEST_LLMCOMPRESSOR = $(abspath $(LLMCOMPRESSOR))
+engine-test: export HADAGEN_TEST_TORCHAO = $(abspath $(TORCHAO))
 
-engine-test: $(TO_TEST) $(ENGINES) $(LLMCOMPRESSOR) ## test other projects on hadagen, which it downloads
+engine-test: $(TO_TEST) $(ENGINES) $(LLMCOMPRESSOR) $(TORCHAO) ## test other projects on hadagen, which it downloads
 	HADAGEN_TEST_ENGINES=$(abspath $(ENGINES)) $(PY) -m pytest -n $(JOBS) tests/test_engines.py tests/test_engine_*.py
 
 $(ENGINES):
@@ -122,6 +124,9 @@ $(LLMCOMPRESSOR):
 	@rm -rf $@
 	$(PIP) install --quiet --no-deps --target $@ llmcompressor==0.14.0.1 loguru==0.7.3 datasets==5.2.0 dill==0.4.1 \
 		multiprocess==0.70.19 pandas==3.1.1 pillow==13.0.0 pyarrow==26.0.1 python-dateutil==4.0.0 six==1.17.0 xxhash==4.1.0
+
+$(TORCHAO):
+	$(PIP) install --quiet --no-deps --target $@ torchao==0.18.0
 
 gpu-test: $(TO_TEST) ## run the tests that need a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(call NEXT,make tune finds the fastest kernels for this GPU)
