@@ -108,11 +108,13 @@ ENGINES := build/engines/brevitas-0.13.4-modelopt-0.47.0
 
 LLMCOMPRESSOR := build/engines/llmcompressor-0.14.0.1
 TORCHAO := build/engines/torchao-0.18.0
+SGLANG := build/engines/sglang-0.5.23
 
 engine-test: export HADAGEN_TEST_LLMCOMPRESSOR = $(abspath $(LLMCOMPRESSOR))
 engine-test: export HADAGEN_TEST_TORCHAO = $(abspath $(TORCHAO))
+engine-test: export HADAGEN_TEST_SGLANG = $(abspath $(SGLANG))
 
-engine-test: $(TO_TEST) $(ENGINES) $(LLMCOMPRESSOR) $(TORCHAO) ## test other projects on hadagen, which it downloads
+engine-test: $(TO_TEST) $(ENGINES) $(LLMCOMPRESSOR) $(TORCHAO) $(SGLANG) ## test other projects on hadagen, which it downloads
 	HADAGEN_TEST_ENGINES=$(abspath $(ENGINES)) $(PY) -m pytest -n $(JOBS) tests/test_engines.py tests/test_engine_*.py
 
 $(ENGINES):
@@ -127,6 +129,9 @@ $(LLMCOMPRESSOR):
 
 $(TORCHAO):
 	$(PIP) install --quiet --no-deps --target $@ torchao==0.18.0
+
+$(SGLANG):
+	$(PIP) install --quiet --no-deps --no-compile --target $@ sglang==0.5.23
 
 gpu-test: $(TO_TEST) ## run the tests that need a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(call NEXT,make tune finds the fastest kernels for this GPU)

@@ -36,7 +36,7 @@ TABLE = """
     compat               | runtime problem errors                                    | torch
     presets              | runtime truth errors                                      | torch
     prologues            | runtime problem errors                                    | torch
-    integrations         | runtime errors                                            | torch
+    integrations         | compat runtime errors                                     | torch
     __init__             | runtime.registration runtime problem errors               |
     report               | tuning_db.bundle tuning_db plan problem errors            |
     report.drawing       | report problem errors                                     | bokeh jinja2
