@@ -106,7 +106,7 @@ torch-test: $(TO_TEST) $(MODEL) ## test the runtime with other releases of PyTor
 # Projects that import what `hadagen.compat.provide` provides, without what they need for other things.
 ENGINES := build/engines/brevitas-0.13.4-modelopt-0.47.0
 
-LLMCOMPRESSOR := build/engines/llmcompressor-0.14.0.1
+LLMCOMPRESSOR := build/engines/llmcompressor-0.14.0.1-compressed-tensors-0.19.0
 TORCHAO := build/engines/torchao-0.18.0
 SGLANG := build/engines/sglang-0.5.23
 
@@ -124,8 +124,9 @@ $(ENGINES):
 
 $(LLMCOMPRESSOR):
 	@rm -rf $@
-	$(PIP) install --quiet --no-deps --target $@ llmcompressor==0.14.0.1 loguru==0.7.3 datasets==5.2.0 dill==0.4.1 \
-		multiprocess==0.70.19 pandas==3.1.1 pillow==13.0.0 pyarrow==26.0.1 python-dateutil==4.0.0 six==1.17.0 xxhash==4.1.0
+	$(PIP) install --quiet --no-deps --target $@ llmcompressor==0.14.0.1 compressed-tensors==0.19.0 loguru==0.7.3 \
+		datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 pandas==3.1.1 pillow==13.0.0 pyarrow==26.0.1 \
+		python-dateutil==4.0.0 six==1.17.0 xxhash==4.1.0
 
 $(TORCHAO):
 	$(PIP) install --quiet --no-deps --target $@ torchao==0.18.0

@@ -69,7 +69,10 @@ QUIP = "QuIPModifier(rotations=['v', 'u'], transform_type='random-hadamard')"
     [(SPINQUANT, "float32", 1e-5), (SPINQUANT, "bfloat16", 5e-2), (BLOCKS, "float32", 1e-5), (QUIP, "float32", 1e-5)],
 )
 def test_a_checkpoint_rotates_with_hadagen(tmp_path: Path, recipe: str, dtype: str, margin: float) -> None:
-    """Version 0.14.0.1 of llm-compressor. The margin is a part of the largest logit: roundings of two layers."""
+    """llm-compressor 0.14.0.1 with compressed-tensors 0.19.0.
+
+    The margin is a part of the largest logit: roundings of two layers.
+    """
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path), recipe, dtype]
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ENGINE}, cwd=tmp_path
