@@ -243,6 +243,8 @@ def test_transforms_of_a_checkpoint_are_attached(tmp_path: Path) -> None:
     assert torch.equal(other(x), model(x))
     assert list(other.state_dict()) == list(model.state_dict())
     assert other.transform_config == model.transform_config
+    with torch.no_grad():
+        other.first.v_input.weight.mul_(-1)
     ours.load_transforms(other, tmp_path)  # which has them already
     assert torch.equal(other(x), model(x))
 

@@ -56,39 +56,33 @@ def load_transforms(model: torch.nn.Module, checkpoint: str | Path) -> None:
     """Attach the online transforms of a checkpoint to the model that transformers loaded from it.
 
     transformers loads the rotated weights of such a checkpoint, but not the transforms of activations that belong to
-    them. Does nothing if the model has transforms already.
+    them. If the model has transforms already, only their weights are read from the checkpoint.
 
     model: what `from_pretrained` returned.
     checkpoint: the folder of the checkpoint, with config.json and *.safetensors.
 
     Raises `UsageError` if the folder holds no transforms, or lacks the weight of a transform.
     """
-    base = HOST.get(f"{_MODULE}:TransformBase")
-    if any(isinstance(each, base) for each in model.modules()):
-        return
     folder = Path(checkpoint)
     config = _read_config(folder)
-    online = config.model_copy(deep=True)
-    for scheme in online.config_groups.values():
-        scheme.apply = [each for each in scheme.apply if each.is_online()]
-    online.config_groups = {name: scheme for name, scheme in online.config_groups.items() if scheme.apply}
-    HOST.get(f"{_MODULE}:apply_transform_config", "model", "config")(model, online)
-    setattr(model, HOST.get("compressed_tensors:TRANSFORM_CONFIG_NAME"), config)
-    names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, base):
-            for key, parameter in module.named_parameters():
-                names.setdefault(parameter, []).append(f"{name}.{key}")
-    stored = _read_tensors(folder, {name for group in names.values() for name in group})
-    for parameter, group in names.items():
-        found = next((stored[name] for name in group if name in stored), None)
+    if not _weights_of(model):
+        online = config.model_copy(deep=True)
+        for scheme in online.config_groups.values():
+            scheme.apply = [each for each in scheme.apply if each.is_online()]
+        online.config_groups = {name: scheme for name, scheme in online.config_groups.items() if scheme.apply}
+        HOST.get(f"{_MODULE}:apply_transform_config", "model", "config")(model, online)
+        setattr(model, HOST.get("compressed_tensors:TRANSFORM_CONFIG_NAME"), config)
+    weights = _weights_of(model)
+    stored = _read_tensors(folder, {name for names in weights.values() for name in names})
+    for weight, names in weights.items():
+        found = next((stored[name] for name in names if name in stored), None)
         if found is None:
             raise UsageError(
-                f"the checkpoint {shown(str(folder))} has no tensor {group[0]} of a transform; pass the folder of the "
+                f"the checkpoint {shown(str(folder))} has no tensor {names[0]} of a transform; pass the folder of the "
                 "model"
             )
         with torch.no_grad():
-            parameter.copy_(found)
+            weight.copy_(found)
 
 
 # ---- the transform ---------------------------------------------------------------------------------------------------
@@ -212,6 +206,17 @@ def _read_config(folder: Path) -> Any:
             "transforms, as llm-compressor writes it"
         )
     return HOST.get(f"{_MODULE}:TransformConfig").model_validate(data)
+
+
+def _weights_of(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+    """The weights and permutations of all transforms, which may share them, with their names in state dicts."""
+    found: dict[torch.nn.Parameter, list[str]] = {}
+    base = HOST.get(f"{_MODULE}:TransformBase")
+    for name, module in model.named_modules():
+        if isinstance(module, base):
+            for key, parameter in module.named_parameters():
+                found.setdefault(parameter, []).append(f"{name}.{key}")
+    return found
 
 
 def _read_tensors(folder: Path, names: set[str]) -> dict[str, torch.Tensor]:
