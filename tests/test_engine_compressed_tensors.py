@@ -18,6 +18,7 @@ PROGRAM = """
 import sys
 import torch
 from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import compressed_tensors.transform.factory.hadamard as theirs
@@ -32,41 +33,54 @@ settings = LlamaConfig(
 base = folder + "/base"
 LlamaForCausalLM(settings).to(dtype).save_pretrained(base)
 model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-oneshot(model=model, recipe=[eval(recipe)], pipeline="datafree")
-model.save_pretrained(folder, save_compressed=True)
+oneshot(model=model, recipe=eval(recipe), pipeline="datafree")
+weights = {name: each.clone() for name, each in model.state_dict().items()}
 ids = torch.arange(32)[None]
-products = []
-product = theirs.apply_transform_weight
-theirs.apply_transform_weight = lambda *given: products.append(1) or product(*given)
 with torch.no_grad():
     expected = model(ids).logits
+model.save_pretrained(folder, save_compressed=True)
+products, counts = [], []
+product = theirs.apply_transform_weight
+theirs.apply_transform_weight = lambda *given: products.append(1) or product(*given)
+
+def logits():
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     compressed_tensors.load_transforms(loaded, folder)
     products.clear()
-    off = loaded(ids).logits
-    counts = [len(products)]
-    assert compressed_tensors.enable()
-    products.clear()
-    on = loaded(ids).logits
+    with torch.no_grad():
+        found = loaded(ids).logits
     counts.append(len(products))
-    again = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    oneshot(model=again, recipe=[eval(recipe)], pipeline="datafree")  # with weights that hadagen rotates
-    counts.append(len(products))
-    state = again.state_dict()
-assert list(state) == list(model.state_dict())
-counts.append(sum(int((each != state[name]).sum()) for name, each in model.state_dict().items()))
+    return found
+
+off = logits()
+assert compressed_tensors.enable()
+on = logits()
+again = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+oneshot(model=again, recipe=eval(recipe), pipeline="datafree")  # with weights that hadagen rotates
+counts.append(len(products))
+state = again.state_dict()
+assert list(state) == list(weights)
+# A zero may be the rounding error of float64 instead.
+counts.append(sum(int(((each - state[name]).abs() > 1e-15).sum()) for name, each in weights.items()))
 print(*[float((each - expected).abs().max()) for each in (off, on)], float(expected.abs().max()), *counts)
 """
 
 
-SPINQUANT = "SpinQuantModifier(rotations=['R1', 'R2', 'R3', 'R4'], transform_type='random-hadamard')"
-BLOCKS = "SpinQuantModifier(rotations=['R1', 'R2', 'R4'], transform_type='hadamard', transform_block_size=32)"
-QUIP = "QuIPModifier(rotations=['v', 'u'], transform_type='random-hadamard')"
+SPINQUANT = "[SpinQuantModifier(rotations=['R1', 'R2', 'R3', 'R4'], transform_type='random-hadamard')]"
+BLOCKS = "[SpinQuantModifier(rotations=['R1', 'R2', 'R4'], transform_type='hadamard', transform_block_size=32)]"
+QUIP = "[QuIPModifier(rotations=['v', 'u'], transform_type='random-hadamard')]"
+W8A8 = QUIP[:-1] + ", QuantizationModifier(targets='Linear', scheme='W8A8', ignore=['lm_head'])]"
 
 
 @pytest.mark.parametrize(
     ("recipe", "dtype", "margin"),
-    [(SPINQUANT, "float32", 1e-5), (SPINQUANT, "bfloat16", 5e-2), (BLOCKS, "float32", 1e-5), (QUIP, "float32", 1e-5)],
+    [
+        (SPINQUANT, "float32", 1e-5),
+        (SPINQUANT, "bfloat16", 5e-2),
+        (BLOCKS, "float32", 1e-5),
+        (QUIP, "float32", 1e-5),
+        (W8A8, "bfloat16", 5e-2),
+    ],
 )
 def test_a_checkpoint_rotates_with_hadagen(tmp_path: Path, recipe: str, dtype: str, margin: float) -> None:
     """llm-compressor 0.14.0.1 with compressed-tensors 0.19.0.

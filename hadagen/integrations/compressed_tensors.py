@@ -4,8 +4,8 @@
 
     compressed_tensors.enable()
 
-Transforms of the types `hadamard` and `random-hadamard` then rotate with hadagen, whether they were made before or
-after the call. compressed-tensors still makes and stores their weights, so state dicts stay the same.
+Transforms of the types `hadamard` and `random-hadamard` then rotate with hadagen. compressed-tensors still makes and
+stores their weights, so state dicts stay the same.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _theirs: Any = None  # the forward of the host, once it is replaced
 
 def enable() -> bool:
     """Let transforms of compressed-tensors rotate with hadagen, in all models of this process.
+
+    Call it before models are loaded: a transform that compressed-tensors has offloaded keeps the forward that it had.
 
     Returns whether they do. They do not if HADAGEN_INTEGRATIONS excludes `compressed_tensors`; and, after a warning, if
     this version of compressed-tensors computes transforms in another way.
