@@ -18,7 +18,10 @@ from hadagen.integrations import host
 transform = pytest.importorskip("compressed_tensors.transform")
 hadamard = pytest.importorskip("compressed_tensors.transform.factory.hadamard")
 
-LOCATIONS = ("input", "output", "weight_input", "weight_output", "q_attn", "k_cache")
+WEIGHTS = ("weight_input", "weight_output")
+PLACES = [(torch.nn.Linear, each) for each in ("input", "output", *WEIGHTS)] + [
+    (torch.nn.Embedding, each) for each in WEIGHTS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +59,7 @@ def values(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 @pytest.mark.parametrize("randomize", [False, True])
 @pytest.mark.parametrize("head_dim", [None, 32, 12])
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("location", LOCATIONS)
-@pytest.mark.parametrize("layer", [torch.nn.Linear, torch.nn.Embedding])
+@pytest.mark.parametrize(("layer", "location"), PLACES)
 def test_values_are_those_of_the_host(
     enabled: Any, layer: Any, location: str, inverse: bool, head_dim: int | None, randomize: bool
 ) -> None:
@@ -88,8 +90,9 @@ def test_stored_weights_are_those_of_the_host(enabled: Any) -> None:
     assert torch.equal(one(weight), enabled(one, weight))
 
 
-def test_heads_of_queries(enabled: Any) -> None:
-    one, x = made(location="q_attn", head_dim=32, precision=torch.float64), values(2, 3, 4, 32)
+@pytest.mark.parametrize("location", ["q_attn", "k_cache"])
+def test_heads_of_queries_and_keys(enabled: Any, location: str) -> None:
+    one, x = made(location=location, head_dim=32, precision=torch.float64), values(2, 3, 4, 32)
     torch.testing.assert_close(one(x), enabled(one, x))
 
 
