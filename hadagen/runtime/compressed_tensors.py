@@ -63,11 +63,10 @@ def _recognized(make: Any, weight: torch.Tensor, n: int) -> Any:
     """The rotation, over blocks, whose named matrix this weight is; None if it is of none."""
     size = len(weight)
     for k in _orders_of(size):
-        base = make(size, _NAME, k=k).to("cpu")
+        matrix = matrix_of(_NAME, k[0]) if k else torch.tensor([[1]], dtype=torch.int8, device="cpu")
         # Row 0 of A ⊗ H is that of A, each entry repeated: H begins with ones.
-        first = matrix_of(base.name, base.k[0])[0] if base.k else torch.tensor([1], dtype=torch.int8, device="cpu")
-        signs = weight[:, 0].sign().to(torch.int8) * first.repeat_interleave(size // len(first))
-        if all(_agrees(base, signs, weight, row) for row in range(0, size, _ROWS_AT_A_TIME)):
+        signs = weight[:, 0].sign().to(torch.int8) * matrix[0].repeat_interleave(size // len(matrix))
+        if all(_agrees(matrix, signs, weight, first) for first in range(0, size, _ROWS_AT_A_TIME)):
             return make(n, _NAME, k=k, signs=signs, block=size)
     return None
 
@@ -94,9 +93,14 @@ def _orders_of(size: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _agrees(base: Any, signs: torch.Tensor, weight: torch.Tensor, first: int) -> bool:
-    """Whether some rows of the weight, from `first` on, have the signs of diag(signs) · base."""
-    rows = slice(first, first + _ROWS_AT_A_TIME)
-    identity = torch.zeros(len(signs[rows]), base.n, device="cpu")
-    identity[:, first:].fill_diagonal_(1.0)
-    return torch.equal((base(identity) * signs[rows, None]) > 0, weight[rows] > 0)
+def _agrees(matrix: torch.Tensor, signs: torch.Tensor, weight: torch.Tensor, first: int) -> bool:
+    """Whether some rows of the weight, from `first` on, have the signs of diag(signs) · (A ⊗ H)ᵀ."""
+    size = len(weight)
+    length = size // len(matrix)
+    index = torch.arange(first, min(first + _ROWS_AT_A_TIME, size), device="cpu")
+    rows = signs[index, None] * matrix.T[index // length]
+    h = torch.ones(len(index), 1, dtype=torch.int8, device="cpu")  # rows of H
+    while h.shape[1] < length:
+        bit = (index % length // h.shape[1]) % 2
+        h = torch.cat([h, h * (1 - 2 * bit[:, None]).to(torch.int8)], dim=1)
+    return torch.equal((rows[:, :, None] * h[:, None, :]).flatten(1) > 0, weight[index[0] : index[-1] + 1] > 0)

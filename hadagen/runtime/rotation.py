@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
@@ -583,6 +584,7 @@ class Rotation(SealedModule):
         if (
             held is not None
             and held.device == x.device
+            and not isinstance(x, FunctionalTensor)  # which AOTAutograd traces
             and (is_dynamo_compiling() or not isinstance(x, FakeTensor) or x.fake_mode.allow_non_fake_inputs)
         ):
             return held
