@@ -1,0 +1,142 @@
+"""The time of a pass through layers of Llama-3-8B's size: in bfloat16, with FP8 codes, and with rotated FP8 codes.
+
+    python examples/decoder.py                      # on a GPU: a table of milliseconds
+    python examples/decoder.py --json decoder.json  # and all numbers in a file
+    python examples/decoder.py check                # on any device, with a small model: errors against float32
+
+The weights are random. Each pass runs in a CUDA graph, and ends with the logits of the last token of each sequence:
+
+    bfloat16         transformers' own layers
+    fp8              FP8 weights and activations of all linear layers but the last; SiLU·mul and its codes in one kernel
+    fp8, rotated     the same, with a rotation before o_proj and down_proj in the kernels that quantize their inputs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import transformers
+
+import hadagen
+from hadagen.models.folding import Sizes
+from hadagen.models.modules import merge, quantize
+from hadagen.models.scheme import Online, Scheme
+
+# Name of a pass → sequences, tokens of each.
+PASSES = {"1 token": (1, 1), "64 tokens": (64, 1), "prefill of 512": (1, 512), "prefill of 4096": (1, 4096)}
+REPLAYS = 15
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; by default those of Llama-3-8B with fewer layers and a smaller vocabulary."""
+
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    num_hidden_layers: int = 4
+    vocab_size: int = 32000
+
+    def model(self, device: str, dtype: torch.dtype) -> Any:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**asdict(self), max_position_embeddings=4096, use_cache=False)
+        with torch.device(device):
+            return transformers.LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+
+    def schemes(self) -> dict[str, Scheme | None]:
+        rotated = {"o_proj": Online(self.hidden_size), "down_proj": Online(self.intermediate_size)}
+        return {
+            "bfloat16": None,
+            "fp8": Scheme("fp8", rotation=None),
+            "fp8, rotated": Scheme("fp8", rotation=None, online=rotated),
+        }
+
+
+def with_codes(model: Any, scheme: Scheme | None) -> Any:
+    """The model with codes in place of weights, rotated as the scheme says."""
+    if scheme:
+        quantize(model, scheme, Sizes.of(model.config.to_dict()))
+        merge(model)
+    return model
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+def milliseconds(call: Callable[[], Any]) -> dict[str, float]:
+    """The time of a call in a CUDA graph: median and quartiles over replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    low, _, high = quantiles(times, n=4)
+    return {"ms": median(times), "low": low, "high": high}
+
+
+def measured(shape: Shape) -> list[dict[str, Any]]:
+    rows = []
+    for name, scheme in shape.schemes().items():
+        model = with_codes(shape.model("cuda", torch.bfloat16), scheme)
+        for title, (sequences, tokens) in PASSES.items():
+            ids = torch.randint(shape.vocab_size, (sequences, tokens), device="cuda")
+            rows.append({"model": name, "pass": title, **milliseconds(partial(model, ids, logits_to_keep=1))})
+            print(f"{name:13} {title:16} {rows[-1]['ms']:8.3f} ms", flush=True)
+    return rows
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+def check() -> None:
+    """Raises SystemExit unless FP8 codes, rotated or not, give nearly the logits of the model without codes."""
+    small = Shape(256, 896, 8, 4, 2, 128)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ids = torch.randint(small.vocab_size, (2, 24), device=device)
+    exact = small.model(device, torch.float32)(ids).logits
+    for name, scheme in small.schemes().items():
+        found = with_codes(small.model(device, torch.bfloat16), scheme)(ids).logits
+        error = float((found - exact).norm() / exact.norm())
+        print(f"{name}: relative error {error:.4f}")
+        if not error < 0.1:
+            raise SystemExit(f"the logits of {name} are off by {error:.4f}; FP8 codes allow 0.1")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time passes through layers of Llama-3-8B's size.")
+    parser.add_argument("command", nargs="?", choices=("measure", "check"), default="measure")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times to a file")
+    options = parser.parse_args()
+    with torch.inference_mode():
+        if options.command == "check":
+            check()
+            return
+        if not torch.cuda.is_available():
+            raise SystemExit("there is no GPU to measure; on a CPU, run: python examples/decoder.py check")
+        rows = measured(Shape())
+    if options.json:
+        versions = {each.__name__: each.__version__ for each in (hadagen, torch, transformers)}
+        device = torch.cuda.get_device_name()
+        options.json.write_text(
+            json.dumps({"versions": versions | {"device": device}, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()
