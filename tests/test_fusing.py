@@ -18,7 +18,7 @@ from hadagen import Quantized, Rotation, UsageError, fuse, hadamard_transform, r
 from hadagen.fusing import fuse as room
 from hadagen.prologues import Arithmetic, Gelu, GeluMul, Mul, Relu2, SiluMul
 
-BF16, M = torch.bfloat16, 64  # columns that are rotated
+BF16, FP8, M = torch.bfloat16, torch.float8_e4m3fn, 64  # columns that are rotated
 R = Rotation(M, block=32, signs=[1, -1] * 16)
 Q = partial(rotate_quantize, to="int8-row")
 GELU = Gelu()
@@ -98,6 +98,11 @@ def gpt_oss(x: torch.Tensor, limit: float = 7.0) -> torch.Tensor:
     return (u + 1) * (g * torch.sigmoid(g * 1.702))
 
 
+def vllm_clamped(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    g, u = torch.clamp(g, max=1.5), torch.clamp(u, min=-1.5, max=1.5)
+    return g * torch.sigmoid(1.25 * g) * (u + 0.5)
+
+
 def by(function: Callable[..., torch.Tensor], parts: Any = halves) -> Callable[..., torch.Tensor]:
     return lambda x: function(*parts(x))
 
@@ -116,6 +121,10 @@ FORMULAS = {
     "silu, pairs": (by(lambda g, u: silu(g) * u, pairs), SiluMul(layout="interleaved", numerics=SILU)),
     "silu, written": (by(lambda g, u: g * torch.sigmoid(g) * u), SiluMul(numerics=SIGMOID)),
     "silu, alpha": (by(lambda g, u: g * torch.sigmoid(g * 1.5) * u), SiluMul(alpha=1.5, numerics=SIGMOID)),
+    "vLLM, clamped": (
+        by(vllm_clamped),
+        SiluMul(limit=1.5, alpha=1.25, beta=0.5, numerics=SIGMOID),
+    ),
     "silu, limit": (
         by(lambda g, u: silu(g.clamp(max=1.0)) * u.clamp(-1.0, 1.0)),
         SiluMul(limit=1.0, numerics=SILU),
@@ -241,22 +250,28 @@ def test_any_number_of_rows() -> None:
     assert str(fusion).startswith(f"{fusion.what} of bfloat16[{fusion.shape[0]}, 3, 128]: fused, at File")
 
 
-def vllm(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def vllm(y: torch.Tensor) -> Pair:
     amax, _ = y.abs().max(dim=-1)
     scale = (amax.unsqueeze(-1).to(torch.float32) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
-    return (y.to(torch.float32) * scale.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+    return (y.to(torch.float32) * scale.reciprocal()).clamp(-448.0, 448.0).to(FP8), scale
 
 
-def divided(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def vllm_032(y: torch.Tensor) -> Pair:
+    amax = y.abs().amax(dim=-1).unsqueeze(-1).to(torch.float32)
+    scale = (amax / 448.0).clamp(min=1.0 / (448.0 * 512.0))
+    return (y.to(torch.float32) * scale.to(torch.float32).reciprocal()).clamp(-448.0, 448.0).to(FP8), scale
+
+
+def divided(y: torch.Tensor) -> Pair:
     scale = (y.abs().amax(-1, keepdim=True).float() / 448).clamp(min=1 / (448 * 512))
-    return (y / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+    return (y / scale).clamp(-448, 448).to(FP8), scale
 
 
-def by_given(y: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (y.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+def by_given(y: torch.Tensor, scale: torch.Tensor) -> Pair:
+    return (y.float() / scale).clamp(-448, 448).to(FP8), scale
 
 
-@pytest.mark.parametrize("quantizer", [vllm, divided, by_given])
+@pytest.mark.parametrize("quantizer", [vllm, vllm_032, divided, by_given])
 def test_quantizers_that_are_written_in_pytorch(quantizer: Any) -> None:
     given = [torch.tensor([0.03])] if quantizer is by_given else []
 
@@ -330,7 +345,7 @@ def amax_used(x: torch.Tensor) -> Any:
     y = R(x)
     amax, _ = y.abs().max(dim=-1)
     scale = (amax.unsqueeze(-1).to(torch.float32) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
-    return (y.to(torch.float32) * scale.reciprocal()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), amax + 1
+    return (y.to(torch.float32) * scale.reciprocal()).clamp(-448.0, 448.0).to(FP8), amax + 1
 
 
 K, K12, REGULAR = Rotation(192), Rotation(12), Rotation(M, "regular")

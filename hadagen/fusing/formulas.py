@@ -89,8 +89,17 @@ def _by_scale(x: torch.Tensor, s: torch.Tensor) -> Tensors:
     return (x.float() / s).clamp(-_MOST, _MOST), s
 
 
-def _scale_of(amax: torch.Tensor) -> torch.Tensor:
-    return (amax.float() / _MOST).clamp(min=_LEAST)
+def _of_rows(amax: Callable[[torch.Tensor], torch.Tensor], by: Callable[..., Tensors], x: torch.Tensor) -> Tensors:
+    return by(x, (amax(x).float() / _MOST).clamp(min=_LEAST))
+
+
+# How amax of a row may be written.
+_AMAX: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda x: x.abs().amax(-1).unsqueeze(-1),  # vLLM 0.32
+    lambda x: x.abs().max(-1)[0].unsqueeze(-1),  # earlier releases of vLLM
+    lambda x: x.abs().amax(-1, keepdim=True),
+    lambda x: x.abs().max(-1, keepdim=True)[0],
+)
 
 
 class After(NamedTuple):
@@ -102,15 +111,8 @@ class After(NamedTuple):
     formula: Formula
 
 
-# The formats whose rule of scales is that of a project. vLLM writes the first so, and others the rest.
+_BY = _by_reciprocal, _by_scale
 AFTER = [
-    After(to, torch.float8_e4m3fn, Formula(function))
-    for to, function in (
-        ("fp8-row", lambda x: _by_reciprocal(x, _scale_of(x.abs().max(-1)[0].unsqueeze(-1)))),
-        ("fp8-row", lambda x: _by_scale(x, _scale_of(x.abs().max(-1)[0].unsqueeze(-1)))),
-        ("fp8-row", lambda x: _by_reciprocal(x, _scale_of(x.abs().amax(-1, keepdim=True)))),
-        ("fp8-row", lambda x: _by_scale(x, _scale_of(x.abs().amax(-1, keepdim=True)))),
-        ("fp8-tensor", lambda x, s: _by_reciprocal(x, s)),
-        ("fp8-tensor", lambda x, s: _by_scale(x, s)),
-    )
+    *(After("fp8-row", torch.float8_e4m3fn, Formula(partial(_of_rows, amax, by))) for amax in _AMAX for by in _BY),
+    *(After("fp8-tensor", torch.float8_e4m3fn, Formula(by)) for by in _BY),
 ]

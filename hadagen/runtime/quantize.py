@@ -75,7 +75,7 @@ def rotate_quantize(
     """Rotate the last dimension of x, and quantize the result.
 
     x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m. With a product in
-        before=, [..., 2·m].
+        before=, [..., 2·m]. Codes and scales of a DTensor are DTensors, as docs/rotations.md says.
     rotation: a `hadagen.Rotation` of rows of m elements; or n, a power of two, for H_n · n^-½ over blocks of n
         elements; None for no rotation.
     to: the format. docs/formats.md has the formats, their rules, groups and layouts.
@@ -113,10 +113,6 @@ def rotate_quantize(
     text = "" if before is None else text_of(before)
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    if is_sharded(x):
-        check_new(False, out)
-        of_format = to, scale, group, rule, layout, tensor_scale, round_first, gradient
-        return _of_shards(x, rotation, *of_format, numerics, batch_invariant, before)
     source, results, what = x, None, None
     given: Any
     if gradient is not False:
@@ -134,6 +130,10 @@ def rotate_quantize(
             form = run.options
             given = _tensor_scale(tensor_scale, form, x) if form.needs_scale else None
             results = _again(run, x, rotation, given, target)
+    elif is_sharded(x):
+        check_new(False, out)
+        of_format = to, scale, group, rule, layout, tensor_scale, round_first, gradient
+        return _of_shards(source, rotation, *of_format, numerics, batch_invariant, before)
     if results is None:
         check_values(x)
         check_is_flag(round_first, "round_first")

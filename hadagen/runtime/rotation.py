@@ -223,7 +223,8 @@ class Rotation(SealedModule):
         """x · M over the last dimension, which is n.
 
         x: [..., n] of type float16, bfloat16, float32 or float64, with any strides, on the device of the module. The
-            number of rows may be 0. With a product in before=, [..., 2·n].
+            number of rows may be 0. With a product in before=, [..., 2·n]. The result of a DTensor is a DTensor, as
+            docs/rotations.md says.
         inplace: overwrite x and return it.
         out: the tensor to write and return, of the result's shape, dtype and device.
         numerics, batch_invariant: as for `hadagen.hadamard_transform`.
