@@ -62,11 +62,21 @@ def test_a_bad_scheme_is_one_sentence(change: dict[str, Any], message: str) -> N
         ({"model_type": "gemma3"}, "model_type 'gemma3' cannot be quantized; choose one of llama,"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be quantized; only silu can"),
         ({"quantization_config": {"quant_method": "awq"}}, "is quantized already by 'awq'"),
-        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"quantization_config": ["awq"]}, r"is quantized already by \['awq'\]"),
+        ({"hidden_size": None}, "hidden_size = None in the configuration is no size"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 in the configuration is no size"),
+        ({"hidden_size": 2}, "head_dim = 0 in the configuration is no size"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers = 'two' in"),
     ],
 )
 def test_a_model_that_cannot_be_rotated_is_one_sentence(change: dict[str, Any], message: str) -> None:
-    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48}
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 48,
+    }
+    config["intermediate_size"] = 96
     config = {name: value for name, value in (config | change).items() if value is not None}
     with pytest.raises(UsageError, match=message):
         Sizes.of(config)

@@ -51,27 +51,34 @@ class Sizes:
             raise UsageError(f"model_type {shown(kind)} cannot be quantized; {choice(kind, MODEL_TYPES)}")
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UsageError(f"hidden_act {shown(config['hidden_act'])} cannot be quantized; only silu can")
-        if method := (config.get("quantization_config") or {}).get("quant_method"):
+        if given := config.get("quantization_config"):
+            method = given.get("quant_method") if isinstance(given, Mapping) else given
             by = "" if method == METHOD else f" by {shown(method)}"
             raise UsageError(f"the model is quantized already{by}; name one with weights of 16 or 32 bits")
-        try:
-            heads, width = config["num_attention_heads"], config["hidden_size"]
-            return cls(
-                layers=config["num_hidden_layers"],
-                width=width,
-                inner=config["intermediate_size"],
-                heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
-                head=config.get("head_dim") or width // heads,
-                tied=bool(config.get("tie_word_embeddings", False)),
-            )
-        except KeyError as error:
-            raise UsageError(f"the configuration of the model has no {error}; take it from the checkpoint") from None
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+        layers, width, inner, heads = (_size(config, name, None) for name in names)
+        return cls(
+            layers=layers,
+            width=width,
+            inner=inner,
+            heads=heads,
+            kv_heads=_size(config, "num_key_value_heads", heads),
+            head=_size(config, "head_dim", width // heads),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
 
     def inputs(self) -> dict[str, int]:
         """The length of the input of each quantized layer."""
         lengths = {"o_proj": self.heads * self.head, "down_proj": self.inner}
         return {name: lengths.get(name, self.width) for name in LAYERS}
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None) -> int:
+    found = config.get(name)
+    found = default if found is None else found
+    if type(found) is not int or found < 1:
+        raise UsageError(f"{name} = {shown(found)} in the configuration is no size; take it from the checkpoint")
+    return found
 
 
 def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
