@@ -83,6 +83,14 @@ def test_activations_are_as_near_to_float64_as_the_type_allows(
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=2e-6)
 
 
+@pytest.mark.parametrize("shape", [(96,), (0, 96), (2, 0, 96), (2, 3, 5, 192)])
+def test_values_of_any_shape(enabled: Any, no_product: None, shape: tuple[int, ...]) -> None:
+    one, x = made(precision=torch.float64, randomize=True), values(*shape)
+    found = one(x)
+    assert found.shape == x.shape
+    torch.testing.assert_close(one.right_inverse(found), x)
+
+
 def test_stored_weights_are_those_of_the_host(enabled: Any) -> None:
     """Rounded to bfloat16 from float64, as the host does."""
     one = made(n=384, location="weight_input", inverse=True)

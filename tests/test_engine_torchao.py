@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +161,25 @@ def test_a_model_compiles_and_is_stored(kind: str, rotation: Any) -> None:
     compiled = torch.compile(loaded, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
     torch.testing.assert_close(compiled(x[:3]), made(x[:3]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_quantizes_and_stores(tmp_path: Path, kind: str) -> None:
+    """In torchao's safetensors format."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "vocab_size": 32}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    options = {"dtype": torch.bfloat16, "quantization_config": TorchAoConfig(HadagenConfig(kind, 32))}
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **options)
+    made.save_pretrained(tmp_path / "made")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.bfloat16)
+    tokens = torch.arange(8)[None]
+    for each in (made, loaded):
+        assert isinstance(each.model.layers[0].mlp.down_proj.weight.data, RotatedWeight)
+    assert torch.equal(loaded(tokens).logits, made(tokens).logits)
 
 
 def test_a_configuration_is_stored_as_json() -> None:

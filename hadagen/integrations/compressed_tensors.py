@@ -100,8 +100,8 @@ def _transform(self: Any, rotation: Rotation, value: torch.Tensor) -> torch.Tens
     """The value times the weight of the transform or its transpose, along the axis that the location means."""
     axis = _axis(self)
     # Weights are rotated once, and then stored: in float64, as the host does, so that stored weights are the same.
-    rows = value if self.args.is_online() else value.to(torch.float64)
-    blocks = rows.movedim(axis, -1).unflatten(-1, (-1, rotation.n))  # type: ignore[no-untyped-call]
+    rows = value if self.args.is_online() else value.to(torch.float64).movedim(axis, -1)
+    blocks = rows.reshape(*rows.shape[:-1], rows.shape[-1] // rotation.n, rotation.n)
     if self.perm is not None:
         order = self.perm.to(value.device)
         blocks = torch.empty_like(blocks).index_copy(-1, order, blocks)
@@ -109,7 +109,7 @@ def _transform(self: Any, rotation: Rotation, value: torch.Tensor) -> torch.Tens
     blocks = rotation.inverse(blocks) if is_inverse else rotation(blocks)
     if self.perm is not None:
         blocks = blocks.index_select(-1, order)
-    return blocks.flatten(-2).movedim(-1, axis).contiguous().to(value.dtype)
+    return blocks.view(rows.shape).movedim(-1, axis).contiguous().to(value.dtype)
 
 
 def _axis(self: Any) -> int:

@@ -28,6 +28,8 @@ _MX = "torchao.prototype.mx_formats"
 try:
     _Config = HOST.get("torchao.core.config:AOBaseConfig")
     _MODULES = HOST.get("torchao.core.config:ALLOWED_AO_MODULES")
+    _CLASSES = HOST.get("torchao.prototype.safetensors.safetensors_utils:ALLOWED_CLASSES")
+    _NAMES = HOST.get("torchao.prototype.safetensors.safetensors_utils:ALLOWED_TENSORS_SUBCLASSES")
     _Tensor = HOST.get("torchao.utils:TorchAOBaseTensor")
     _register = HOST.get("torchao.quantization.transform_module:register_quantize_module_handler", "config_type")
     _int_scaled_matmul = HOST.get("torchao.kernel:int_scaled_matmul", "a", "b", "scales1")
@@ -83,48 +85,89 @@ def to_torchao(q: Quantized, dtype: torch.dtype = torch.bfloat16) -> torch.Tenso
     scale = q.scales
     if swizzled:  # torchao has 32 rows of scales for the 128 rows of a tile
         scale = scale.view(32 * max(1, -(-len(q.codes) // 128)), -1)
-    if name == "nvfp4":
-        per_tensor = q.tensor_scale.reshape(())  # type: ignore[union-attr]
-        options = {"is_swizzled_scales": swizzled, "act_quant_kwargs": _NVFP4Kwargs(is_swizzled_scales=True)}
-        return _NVFP4(q.codes, scale, 16, dtype, per_tensor, **options)  # type: ignore[no-any-return]
     if blocks:
-        element = torch.float8_e4m3fn if name == "mxfp8" else torch.float4_e2m1fn_x2
-        prefers = _Preference.AUTO if _multiplies_blocks(q.codes.device) else _Preference.EMULATED
-        scale = scale.view(torch.float8_e8m0fnu)
-        return _MXTensor(q.codes, scale, element, 32, dtype, prefers, None, swizzled)  # type: ignore[no-any-return]
+        per_tensor = None if q.tensor_scale is None else q.tensor_scale.reshape(())
+        return _of_blocks(name, q.codes, scale, dtype, per_tensor, swizzled)
     *leading, columns = q.codes.shape
     block = [1] * len(leading) + [q.format.group if name == "fp8-group" else columns]
     if name == "fp8-tensor":
         block = list(q.codes.shape)
     scale = scale.reshape([size // part if part else 1 for size, part in zip(q.codes.shape, block, strict=True)])
-    if name == "int8-row":
-        return _Int8(q.codes, scale, block, dtype)  # type: ignore[no-any-return]
-    return _Float8(q.codes, scale, block, _MMConfig(use_fast_accum=True), dtype=dtype)  # type: ignore[no-any-return]
+    return _of_rows(q.codes, scale, dtype, block)
+
+
+def _of_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: list[int]) -> torch.Tensor:
+    """An `Int8Tensor` or `Float8Tensor` with a scale for each block."""
+    if codes.dtype == torch.int8:
+        return _Int8(codes, scale, block, dtype)  # type: ignore[no-any-return]
+    return _Float8(codes, scale, block, _MMConfig(use_fast_accum=True), dtype=dtype)  # type: ignore[no-any-return]
+
+
+def _of_blocks(
+    kind: str,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    per_tensor: torch.Tensor | None,
+    swizzled: bool = True,
+) -> torch.Tensor:
+    """An `MXTensor` or `NVFP4Tensor`."""
+    if kind == "nvfp4":
+        options = {"is_swizzled_scales": swizzled, "act_quant_kwargs": _NVFP4Kwargs(is_swizzled_scales=True)}
+        return _NVFP4(codes, scale, 16, dtype, per_tensor, **options)  # type: ignore[no-any-return]
+    element = torch.float8_e4m3fn if kind == "mxfp8" else torch.float4_e2m1fn_x2
+    prefers = _Preference.AUTO if _multiplies_blocks(codes.device) else _Preference.EMULATED
+    scale = scale.view(torch.float8_e8m0fnu)
+    return _MXTensor(codes, scale, element, 32, dtype, prefers, None, swizzled)  # type: ignore[no-any-return]
 
 
 class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
-    """The rotated, quantized weight of a linear layer. Its product rotates and quantizes the activations.
+    """The rotated, quantized weight [out, in] of a linear layer. Its product rotates and quantizes the activations.
 
-    weight: the tensor of torchao with the rotated weight [out, in]. kind: the format, as in `HadagenConfig`. rotation:
+    qdata, scale, per_tensor_scale: as in torchao's tensor of the kind. kind: the format, as in `HadagenConfig`. block:
     the size of the blocks that are rotated. dtype: of the weight.
     """
 
-    tensor_data_names: ClassVar[list[str]] = ["weight"]
+    tensor_data_names: ClassVar[list[str]] = ["qdata", "scale"]
     tensor_attribute_names: ClassVar[list[str]] = ["kind", "block", "dtype"]
+    optional_tensor_data_names: ClassVar[list[str]] = ["per_tensor_scale"]
 
-    def __new__(cls, weight: torch.Tensor, kind: str, block: int, dtype: torch.dtype) -> RotatedWeight:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, weight.shape, dtype=dtype, device=weight.device, requires_grad=False
-        )
+    def __new__(
+        cls,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        kind: str,
+        block: int,
+        dtype: torch.dtype,
+        per_tensor_scale: torch.Tensor | None = None,
+    ) -> RotatedWeight:
+        shape = qdata.shape[0], qdata.shape[1] * (2 if qdata.dtype == torch.uint8 else 1)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
 
-    def __init__(self, weight: Any, kind: str, block: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        kind: str,
+        block: int,
+        dtype: torch.dtype,
+        per_tensor_scale: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
-        self.weight, self.kind, self.block = weight, kind, block
+        self.qdata, self.scale, self.per_tensor_scale = qdata, scale, per_tensor_scale
+        self.kind, self.block = kind, block
+
+    def rotated(self) -> torch.Tensor:
+        """The rotated weight, as torchao's tensor."""
+        if self.kind in ("int8", "fp8"):
+            return _of_rows(self.qdata, self.scale, self.dtype, [1, self.shape[-1]])
+        return _of_blocks(self.kind, self.qdata, self.scale, self.dtype, self.per_tensor_scale)
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight that codes and scales stand for, rotated back."""
         rotation = _rotation(self.shape[-1], self.block)
-        values = self.weight.dequantize(torch.float32)
+        rotated: Any = self.rotated()
+        values = rotated.dequantize(torch.float32)
         values = values if rotation is None else rotation.inverse(values)
         return values.to(self.dtype if output_dtype is None else output_dtype)
 
@@ -149,7 +192,7 @@ def _linear(input: torch.Tensor, weight: RotatedWeight, bias: torch.Tensor | Non
     q = _quantize(rows, weight.kind, _rotation(rows.shape[-1], weight.block))
     # Scales of rows give bfloat16 alone on a GPU.
     dtype = torch.bfloat16 if weight.kind == "fp8" and rows.is_cuda else input.dtype
-    y = _product(to_torchao(q, dtype), weight.weight).to(input.dtype)
+    y = _product(to_torchao(q, dtype), weight.rotated()).to(input.dtype)
     y = y.view(*input.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
@@ -219,11 +262,15 @@ def _rotate_linear(module: torch.nn.Linear, config: HadagenConfig) -> torch.nn.L
     n = weight.shape[-1]
     block = n if config.rotation == "rows" else config.rotation or 1
     assert isinstance(block, int)
-    made = to_torchao(_quantize(weight, config.kind, _rotation(n, block)), weight.dtype)
-    rotated = RotatedWeight(made, config.kind, block, weight.dtype)
+    made: Any = to_torchao(_quantize(weight, config.kind, _rotation(n, block)), weight.dtype)
+    per_tensor = getattr(made, "per_tensor_scale", None)
+    rotated = RotatedWeight(made.qdata, made.scale, config.kind, block, weight.dtype, per_tensor)
     module.weight = torch.nn.Parameter(rotated, requires_grad=False)
     return module
 
 
-_MODULES.add(__name__)  # where torchao finds the class of a configuration that was stored as JSON
-torch.serialization.add_safe_globals([RotatedWeight, _MMConfig])
+# Where torchao finds the classes of what was stored: of configurations as JSON, and of tensors in safetensors.
+_MODULES.add(__name__)
+_CLASSES["RotatedWeight"] = RotatedWeight
+_NAMES.append("RotatedWeight")
+torch.serialization.add_safe_globals([RotatedWeight])
