@@ -12,6 +12,8 @@ And of a kernel that quantizes, besides *rows*, *ragged* and *outside*:
 - *range*: finite values, large ones too, have codes and scales that stand for finite values, and no row of values is
   lost.
 - *scale*: of twice the values, scales are twice as large, and codes are the same.
+
+Before SiLU·mul, x is the half that is not activated, and all of the other half is 1: a product of x and silu(1).
 """
 
 from collections.abc import Iterable
@@ -50,6 +52,8 @@ class _Laws:
         if problem.transform.signed:
             turned |= {"signs_before": given["signs_after"], "signs_after": given["signs_before"]}
         self._operands, self._turned = (DeviceOperands(problem, each, device) for each in (given, turned))
+        self._prologue = problem.prologue != ""
+        assert problem.prologue in ("", "silu_mul"), problem.prologue
         self._dtype = TORCH_DTYPE[problem.io.input]
         self._random = torch.Generator().manual_seed(0)
         unit_rows = max(1, kernel.spec.tile_elements // problem.unit)
@@ -57,7 +61,7 @@ class _Laws:
         self._broken: list[str] = []
 
     def of_values(self) -> list[str]:
-        for arranged, in_place in product(arrangements(self._problem), (False, True)):
+        for arranged, in_place in product(arrangements(self._problem), (False, True)[: 1 + (not self._prologue)]):
             way = arranged.in_place if in_place else arranged
             where = f"{way.rows.columns} columns, {'in place' if in_place else 'out of place'}"
             columns, whole = way.rows.columns, way.rows.columns == self._problem.n
@@ -75,6 +79,8 @@ class _Laws:
                 factor = self._factor()
                 norms, wanted = (torch.linalg.vector_norm(each.double(), dim=1) for each in (y, x))
                 self._check_near("norm", norms, wanted * factor, 1, where)
+                if self._prologue:
+                    continue
                 back = self._run(y, way, in_place, self._turned)
                 self._check_near("inverse", back.double(), x.double() * factor**2, 2, where)
         return self._finished()
@@ -110,15 +116,20 @@ class _Laws:
     def _normal(self, rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=self._random).to(self._device, self._dtype)
 
+    def _among_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """x with the other parts of its rows, [rows, width · n]."""
+        return torch.cat([torch.ones_like(x), x], 1) if self._prologue else x
+
     def _factor(self) -> float:
         """What the transform multiplies norms by."""
         square = int(orthogonal_matrix(self._problem.order)[0].abs().sum()) if self._problem.order > 1 else 1
-        return float(verification_scale(self._problem) * (square * self._problem.length) ** 0.5)
+        active = float(torch.nn.functional.silu(torch.ones(()))) if self._prologue else 1.0
+        return float(active * verification_scale(self._problem) * (square * self._problem.length) ** 0.5)
 
     def _run(
         self, x: torch.Tensor, way: Arrangement, in_place: bool, operands: DeviceOperands | None = None
     ) -> torch.Tensor:
-        bits = x.contiguous().view(_BITS[self._problem.io.input.bytes])
+        bits = self._among_parts(x).contiguous().view(_BITS[self._problem.io.input.bytes])
         given = self._operands if operands is None else operands
         case = Case(bits, bits, {}, {})
         (out,) = self._verifier.run(self._kernel, self._problem, case, given, way, in_place, self._findings)
@@ -126,7 +137,7 @@ class _Laws:
 
     def _quantize(self, x: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Codes, and scales [rows, groups], None where these say nothing of rows."""
-        bits = x.view(-1, self._problem.n).view(_BITS[self._problem.io.input.bytes])
+        bits = self._among_parts(x.view(-1, self._problem.n)).view(_BITS[self._problem.io.input.bytes])
         (way,) = arrangements(self._problem)
         case = Case(bits, bits, {}, {})
         found = self._verifier.run(self._kernel, self._problem, case, self._operands, way, False, self._findings)

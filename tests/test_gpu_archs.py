@@ -23,7 +23,10 @@ def test_every_structure_of_a_kernel_is_right_on_a_gpu_of_that_arch_or_a_newer_o
         pytest.skip(f"this GPU, of sm{major}{minor}, is older")
     verifier = Verifier(torch.device("cuda"), torch.cuda.current_stream().cuda_stream)
     for plan in plans_on(load_arch(name)):
-        source, target = render(plan), f"compute_{generation(name)}"
+        source = render(plan)
+        target = f"compute_{generation(name)}{'a' * source.specific}"  # sm90a and the like: no newer GPU runs its PTX
+        if source.specific and generation(name) != 10 * major + minor:
+            continue
         built = Nvrtc.find().compile(source.text, source.entry, target, ["-std=c++17"], device_headers())
         answer = verifier.check(driver.load(built.ptx, source.entry, plan.launch), plan.problem)
         assert answer.outcome is Outcome.OK, (plan.problem.key, plan.describe(), answer.detail)

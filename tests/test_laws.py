@@ -112,6 +112,7 @@ KEYS = (
     "n128-bfloat16-to-fp8_group_128-accurate",
     "n64-float16-to-mxfp4_32-accurate",
     "n16-bfloat16-to-nvfp4_16-accurate",
+    "n128-after-silu_mul-bfloat16-to-fp8_group_128-accurate",
 )
 SIGNED = "n96-k12-signed-float16-accurate"  # has the knobs of the problem without signs
 
