@@ -30,10 +30,12 @@ PASSES = DOCS / "data" / "passes_h200.csv"
 ACCURATE_CODES = DOCS / "data" / "accurate_codes_h100.csv"
 CODES = DOCS / "data" / "codes_h100.csv"
 QUANTIZED_PARTS = DOCS / "data" / "quantized_parts_h200.csv"
-# How busy resources of a GPU are (`measure_resources.py`), and the layers of `examples/layer.py`.
+# How busy resources of a GPU are (`measure_resources.py`), and what `layer.py` and `decoder.py` of `examples` write.
 RESOURCES = DOCS / "data" / "resources_h100.csv"
 LAYER = DOCS / "data" / "layer_h100.json"
+DECODER = DOCS / "data" / "decoder_h100.json"
 PROLOGUES = DOCS / "prologues.md"
+SERVE = DOCS / "serve.md"
 # `presets.fa3_fp8` beside torchao's kernels for the same codes and scales.
 TORCHAO = DOCS / "data" / "torchao_h200.csv"
 # What `attention.py`, `quarot.py` and `checkpoint.py` of `examples` write.

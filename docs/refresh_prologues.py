@@ -70,6 +70,22 @@ def layer_table() -> str:
     return f"{with_these}\n\n{grid('ll' + 'r' * len(TOKENS), ['model', 'layer', *TOKENS], table)}"
 
 
+def decoder_table() -> str:
+    """Milliseconds of a pass through layers of a model, and those with rotations over those without."""
+    if (data := files.read_json(files.DECODER)) is None:
+        return files.NO_DATA
+    ms = {(row["model"], row["pass"]): row["ms"] for row in data["rows"]}
+    models, passes = (list(dict.fromkeys(key[i] for key in ms)) for i in (0, 1))
+    table = [
+        [each, *(f"{ms[model, each]:.2f}" for model in models), number(ms["fp8, rotated", each] / ms["fp8", each])]
+        for each in passes
+    ]
+    versions = data["versions"]
+    with_these = f"On an {versions['device']}, PyTorch {versions['torch']}, transformers {versions['transformers']}:"
+    heads = ["pass", *(f"{model}, ms" for model in models), "rotated / not"]
+    return f"{with_these}\n\n{grid('l' + 'r' * (len(models) + 1), heads, table)}"
+
+
 def resources_table() -> str:
     """How busy each resource is, in percent of its peak."""
     if not files.RESOURCES.exists():

@@ -88,6 +88,7 @@ PARTS = {
     "formats.md": ("attention", "models"),
     "checkpoint.md": ("checkpoint",),
     "prologues.md": ("prologues", "layer"),
+    "serve.md": ("decoder",),
     "performance.md": (
         "calls",
         "libraries",

@@ -209,6 +209,10 @@ def test_a_layer_with_one_kernel_equals_the_layer_in_pieces() -> None:
         assert "there is no GPU to measure" in refused("layer.py")
 
 
+def test_a_decoder_with_rotated_codes_gives_nearly_the_same_logits() -> None:
+    assert "fp8, rotated: relative error 0.0" in succeeded("decoder.py", "check")
+
+
 def test_gptq_loses_less_than_rounding_to_the_nearest() -> None:
     quarot = module("quarot")
     torch.manual_seed(0)
