@@ -292,6 +292,69 @@ def test_what_cannot_be_quantized_is_one_sentence(plain: Path, tmp_path: Path) -
     assert "has neither model.safetensors nor model.safetensors.index.json" in said(2)
 
 
+# Name → tensors that take the place of others, or are new, options, and words of the sentence.
+REFUSED: dict[str, tuple[dict[str, torch.Tensor], list[str], str]] = {
+    "an infinity": ({"model.layers.0.mlp.up_proj.weight": torch.full((96, 48), torch.inf)}, [], "infinities or NaN"),
+    "NaN": ({"model.norm.weight": torch.full((48,), torch.nan)}, [], "lm_head.weight has infinities or NaN"),
+    "another last layer": ({"score.weight": torch.ones(2, 48)}, [], "score.weight is no part of a llama that predicts"),
+    "a router": ({"model.layers.0.mlp.gate.weight": torch.ones(4, 48)}, [], "mlp.gate.weight is no part of a llama"),
+    "another layer": (
+        {"model.layers.2.input_layernorm.weight": torch.ones(48)},
+        [],
+        "layers.2.input_layernorm.weight is",
+    ),
+    "a short bias": ({"model.layers.0.self_attn.v_proj.bias": torch.ones(31)}, [], "config.json says [32]; take both"),
+    "no such layer": ({}, ["--ignore", "downproj"], "ignore names 'downproj', which is no linear layer; did you mean"),
+    "no such number": ({}, ["--ignore", "model.layers.2.mlp.down_proj"], "which is no linear layer; choose one of"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_folded_wrongly_is_one_sentence(name: str, tmp_path: Path) -> None:
+    changed, options, message = REFUSED[name]
+    model_of("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "plain")
+    path = tmp_path / "plain" / "model.safetensors"
+    save_file(load_file(path) | changed, path, {"format": "pt"})
+    assert message in sentence(run("quantize", tmp_path / "plain", tmp_path / "out", *options), 2)
+    assert not (tmp_path / "out" / CONFIG).exists()
+
+
+def test_tensors_that_rotations_leave_are_kept(tmp_path: Path) -> None:
+    """Earlier releases of transformers stored the frequencies of positions."""
+    model_of("qwen3").save_pretrained(tmp_path / "plain")
+    path, name = tmp_path / "plain" / "model.safetensors", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file(load_file(path) | {name: torch.ones(8)}, path, {"format": "pt"})
+    succeed("quantize", tmp_path / "plain", tmp_path / "out", "--ignore", "model.layers.1.mlp.down_proj")
+    found = tensors(tmp_path / "out")
+    assert torch.equal(found[name], torch.ones(8))
+    assert found["model.layers.1.mlp.down_proj.weight"].dtype == torch.float32
+
+
+def test_an_index_that_names_another_file_is_one_sentence(plain: Path, tmp_path: Path) -> None:
+    index = json.loads((plain / INDEX).read_text())
+    first, *_, last = sorted(set(index["weight_map"].values()))
+    index["weight_map"] = {name: first if file == last else file for name, file in index["weight_map"].items()}
+    (plain / INDEX).write_text(json.dumps(index))
+    assert "has no tensor model." in sentence(run("quantize", plain, tmp_path / "out"), 1)
+
+
+def test_another_configuration_does_not_continue_a_run(plain: Path, tmp_path: Path) -> None:
+    next(convert(plain, tmp_path / "out", Scheme()))
+    config = json.loads((plain / CONFIG).read_text())
+    (plain / CONFIG).write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    said = sentence(run("quantize", plain, tmp_path / "out"), 2)
+    assert "has files of another model or with other options" in said
+
+
+def test_smollm3_is_tied_unless_its_configuration_says_otherwise(tmp_path: Path) -> None:
+    model_of("smollm3", tie_word_embeddings=True).save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / CONFIG).read_text())
+    config.pop("tie_word_embeddings", None)
+    (tmp_path / "plain" / CONFIG).write_text(json.dumps(config))
+    succeed("quantize", tmp_path / "plain", tmp_path / "out", "--activations", "none")
+    assert error(logits(load(tmp_path / "out")), logits(load(tmp_path / "plain"))) < 0.06
+
+
 def test_codes_are_not_quantized_again(plain: Path, tmp_path: Path) -> None:
     succeed("quantize", plain, tmp_path / "out")
     assert "the model is quantized already; name one" in sentence(run("quantize", tmp_path / "out", tmp_path / "o"), 2)

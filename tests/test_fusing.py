@@ -400,6 +400,23 @@ def test_what_is_not_fused_is_said_and_stays(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda g, u: silu(g.clamp(max=-1.0)) * u.clamp(1.0, -1.0),
+        lambda g, u: g * torch.sigmoid(g * float("inf")) * u,
+        lambda g, u: g * torch.sigmoid(g * 1e300) * u,
+    ],
+)
+def test_numbers_that_no_prologue_takes_stay_in_the_graph(formula: Callable[..., torch.Tensor]) -> None:
+    x = normal(4, 2 * M)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return R(formula(*halves(x)))
+
+    torch.testing.assert_close(Compiled(model)(x), model(x), rtol=2**-6, atol=2**-6)
+
+
 def test_an_activation_with_another_user_is_computed_twice() -> None:
     def model(x: torch.Tensor) -> Any:
         g, u = halves(x)

@@ -154,6 +154,29 @@ def test_models_that_cannot_be_rotated_are_one_sentence(folder: Path, tmp_path: 
         load(tmp_path / "odd", quantization_config=HadagenConfig())
 
 
+def test_a_rotated_model_without_its_last_layer_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    """Its hidden states would be rotated."""
+    for rotation in ("quarot", "blocks"):
+        load(folder, quantization_config=HadagenConfig(rotation=rotation)).save_pretrained(tmp_path / rotation)
+    for model in (transformers.AutoModel, transformers.AutoModelForSequenceClassification):
+        with pytest.raises(UsageError, match=r"has no (model\.embed_tokens|lm_head)\.weight; load it as a causal"):
+            model.from_pretrained(tmp_path / "quarot")
+    with torch.no_grad():
+        found, wanted = (
+            transformers.AutoModel.from_pretrained(each)(TOKENS)[0] for each in (tmp_path / "blocks", folder)
+        )
+    assert error(found, wanted) < 0.1
+
+
+def test_infinite_weights_are_one_sentence(folder: Path) -> None:
+    quantizer = integration.HadagenQuantizer(HadagenConfig(), pre_quantized=False)
+    model = load(folder)
+    quantizer._process_model_before_weight_loading(model)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.inf
+    with pytest.raises(UsageError, match=r"layers\.1\.mlp\.up_proj\.weight has infinities or NaN; get its file again"):
+        quantizer._process_model_after_weight_loading(model)
+
+
 @pytest.mark.parametrize("device_map", ["meta", {"": "cpu", "model.layers.1": "disk"}], ids=str)
 def test_models_that_are_not_in_memory_are_one_sentence(device_map: Any, folder: Path, tmp_path: Path) -> None:
     options = {"device_map": device_map, "offload_folder": tmp_path / "offload"}

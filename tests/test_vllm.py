@@ -1,6 +1,7 @@
 """What the plugin for vLLM does without a vLLM that fits. tests/test_engine_vllm.py has vLLM."""
 
 import sys
+import warnings
 
 import pytest
 
@@ -17,6 +18,16 @@ def test_a_hook_that_fails_does_not_keep_vllm_from_starting(monkeypatch: pytest.
     assert len(said) == 3
     assert "it has no vllm.model_executor" in said[0]
     assert "ZeroDivisionError: integer division or modulo by zero" in said[1]
+
+
+def test_an_unknown_name_in_the_switch_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAGEN_INTEGRATIONS", "vLMM")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        vllm.register()
+        vllm.register()
+    (said,) = (str(each.message) for each in caught)
+    assert said == "HADAGEN_INTEGRATIONS=vLMM names vLMM, which it does not switch; did you mean vllm?"
 
 
 @pytest.mark.filterwarnings("error")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
+from hadagen.errors import UsageError
 from hadagen.fusing.formulas import AFTER, BEFORE, rounding
 from hadagen.fusing.graphs import (
     VIEWS,
@@ -268,7 +269,10 @@ def _with_formula(node: Node) -> Joined | None:
                 reason = step.fault or _used_elsewhere([product, *views, node])
                 reason = reason or _why_not_before(found, x, views, step) or (how if isinstance(how, str) else None)
             options = {"numerics": "exact" if isinstance(how, str) else how, **({"layout": layout} if layout else {})}
-            before = row.value(**options, **found.numbers)
+            try:
+                before = row.value(**options, **found.numbers)
+            except UsageError:  # no prologue has such numbers
+                continue
             words = [repr(before), *step.options.words]
             fusion = _fusion(words, x, [*reversed(found.nodes), *views, node], reason)
             if reason is None:

@@ -8,7 +8,10 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
+from hadagen.errors import choice
+
 SWITCH = "HADAGEN_INTEGRATIONS"
+NAMES = ("compressed_tensors", "sglang", "transformers", "vllm")  # that it switches
 _warned: set[tuple[str, str]] = set()
 
 
@@ -28,9 +31,19 @@ class Host(NamedTuple):
     tested: str
 
     def is_enabled(self) -> bool:
-        """Whether HADAGEN_INTEGRATIONS is unset or names the host."""
+        """Whether HADAGEN_INTEGRATIONS is unset or names the host. Warns once of other names."""
         given = os.environ.get(SWITCH)
-        return given is None or self.name in [each.strip() for each in given.split(",")]
+        if given is None:
+            return True
+        names = [each.strip() for each in given.split(",")]
+        for name in names:
+            if name not in ("", "none", *NAMES) and (SWITCH, name) not in _warned:
+                _warned.add((SWITCH, name))
+                warnings.warn(
+                    f"{SWITCH}={given} names {name}, which it does not switch; {choice(name, ['none', *NAMES])}",
+                    stacklevel=2,
+                )
+        return self.name in names
 
     def get(self, path: str, *parameters: str) -> Any:
         """What `path` names, such as `vllm.config:VllmConfig`, which takes these parameters.

@@ -19,15 +19,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hadagen.errors import StorageError, UsageError, shortened, shown
-from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, NORMS, Folding, Sizes, planned
+from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, NORMS, Folding, Sizes, finite, planned
 from hadagen.models.layers import codes_of
-from hadagen.models.scheme import LAYERS, Scheme
+from hadagen.models.scheme import Scheme
 from hadagen.tuning_db.atomic_file import atomic_file, unwritable
 
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # In a folder that is not complete: how it is being made.
 UNFINISHED = "hadagen-quantize.json"
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+# What rotations leave as it is, by the ends of names.
+_UNROTATED = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight", ".rotary_emb.inv_freq")
 _FLOATS = ("F16", "BF16", "F32")
 # The files of a model in one file, if it needs another for the scales of activations.
 FIRST_OF_TWO, SCALES = "model-00001-of-00002.safetensors", "model-input-scales.safetensors"
@@ -82,12 +84,12 @@ class Checkpoint:
     def get(self, name: str) -> torch.Tensor:
         """A tensor, whose memory is mapped to its file. Raises `StorageError` if it is not there."""
         with self._reader(name) as reader:
-            return reader.get_tensor(name)  # type: ignore[no-any-return]
+            return _of_file(reader.get_tensor, name, self.folder)  # type: ignore[no-any-return]
 
     def shape(self, name: str) -> tuple[str, list[int]]:
         """The type, as safetensors name it, and the shape of a tensor."""
         with self._reader(name) as reader:
-            part = reader.get_slice(name)
+            part = _of_file(reader.get_slice, name, self.folder)
             return part.get_dtype(), part.get_shape()
 
     def _reader(self, name: str) -> Any:
@@ -99,6 +101,14 @@ class Checkpoint:
         """File → its size and the time of its last change, by which another model is noticed."""
         found = {file: (self.folder / file).stat() for file in self.shards()}
         return {file: [each.st_size, each.st_mtime_ns] for file, each in found.items()}
+
+
+def _of_file(get: Callable[[str], Any], name: str, folder: Path) -> Any:
+    """Raises `StorageError` for a tensor that is not in the file in which the index has it."""
+    try:
+        return get(name)
+    except SafetensorError as error:
+        raise StorageError(f"{folder} has no tensor {name} ({shortened(str(error))}); download it again") from None
 
 
 def opened(path: Path) -> Any:
@@ -149,7 +159,7 @@ def convert(
     scheme = planned(scheme, sizes)
     _check_is_whole(stored, sizes)
     folding = Folding(scheme, sizes, device)
-    _begin(folder, {"scheme": scheme.to_dict(), "files": stored.states()})
+    _begin(folder, {"scheme": scheme.to_dict(), "config": stored.config, "files": stored.states()})
     files: dict[str, str] = {}
     for file, names in stored.shards().items():
         if calibrate and file == ONE_FILE:
@@ -188,7 +198,7 @@ def _write_index(folder: Path, files: Mapping[str, str]) -> None:
 
 def _check_is_whole(stored: Checkpoint, sizes: Sizes) -> None:
     """Raises `StorageError` if a tensor is missing, and `UsageError` if one has another type or shape than the
-    configuration says."""
+    configuration says, or may read or write the residual stream without our knowledge."""
     inputs = sizes.inputs()
     outputs = {"q_proj": sizes.heads * sizes.head, "gate_proj": sizes.inner, "up_proj": sizes.inner}
     outputs |= dict.fromkeys(("k_proj", "v_proj"), sizes.kv_heads * sizes.head)
@@ -196,9 +206,11 @@ def _check_is_whole(stored: Checkpoint, sizes: Sizes) -> None:
     for at in range(sizes.layers):
         layer = f"model.layers.{at}"
         shapes |= {f"{layer}.{norm}.weight": [sizes.width] for norm in NORMS.values()}
-        for name in LAYERS:
-            part = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-            shapes[f"{layer}.{part}.{name}.weight"] = [outputs.get(name, sizes.width), inputs[name]]
+    for layer, name in sizes.linears().items():
+        length = outputs.get(name, sizes.width)
+        shapes[f"{layer}.weight"] = [length, inputs[name]]
+        if f"{layer}.bias" in stored.files:
+            shapes[f"{layer}.bias"] = [length]
     for name in (EMBEDDING, *([] if sizes.tied else [HEAD])):
         shapes[name] = [stored.shape(name)[1][0], sizes.width]
     for name, expected in shapes.items():
@@ -207,19 +219,25 @@ def _check_is_whole(stored: Checkpoint, sizes: Sizes) -> None:
             raise UsageError(f"{name} has the type {kind}; name a model that is not quantized, with {_FLOATS}")
         if shape != expected:
             raise UsageError(f"{name} has the shape {shape}, but {CONFIG} says {expected}; take both from one model")
+    unknown = [name for name in stored.files if name not in shapes and name != HEAD and not name.endswith(_UNROTATED)]
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]} is no part of a {stored.config['model_type']} that predicts tokens, so how to rotate it is "
+            "not known; name a model without it"
+        )
 
 
 def _made(folding: Folding, stored: Checkpoint, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that the new model has in place of a stored tensor."""
     for made in folding.made_of(name):
-        tensor = folding.fold(made, stored.get)
+        tensor = finite(made, folding.fold(made, stored.get))
         module, _, part = made.rpartition(".")
         if part == "weight" and folding.scheme.is_quantized(module):
             codes, scales = codes_of(tensor.float(), folding.scheme.weights)
             yield made, codes.cpu()
             yield f"{made}_scale", scales.cpu()
         else:
-            yield made, tensor.to("cpu", stored.get(name).dtype).contiguous()
+            yield made, finite(made, tensor.to("cpu", stored.get(name).dtype).contiguous())
 
 
 def _begin(folder: Path, plan: Mapping[str, Any]) -> None:

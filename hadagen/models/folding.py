@@ -27,7 +27,9 @@ NORMS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
 }
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MOST_OF_A_BLOCK = 128
+_TIED = ("smollm3",)  # whose embedding is the last layer too, if the configuration does not say it
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,13 @@ class Sizes:
             heads=heads,
             kv_heads=_size(config, "num_key_value_heads", heads),
             head=_size(config, "head_dim", width // heads),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         )
+
+    def linears(self) -> dict[str, str]:
+        """The name of each quantized layer → its last component."""
+        parts = {name: "self_attn" if name in _ATTENTION else "mlp" for name in LAYERS}
+        return {f"model.layers.{at}.{parts[name]}.{name}": name for at in range(self.layers) for name in LAYERS}
 
     def inputs(self) -> dict[str, int]:
         """The length of the input of each quantized layer."""
@@ -85,8 +92,11 @@ def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
     """The scheme with the rotations that run in each pass of a model of these sizes.
 
     A block has the largest power of two up to 128 that divides the input. Raises `UsageError` if there is no rotation
-    of such rows.
+    of such rows, and for a name in `ignore` that is no layer of the model.
     """
+    for name in scheme.ignore:
+        if name not in {"lm_head", *LAYERS, *sizes.linears()}:
+            raise UsageError(f"ignore names {shown(name)}, which is no linear layer; {choice(name, LAYERS)}")
     if scheme.rotation is None:
         return replace(scheme, online={})
     if scheme.rotation == "quarot":
@@ -174,6 +184,13 @@ class Folding:
 
     def _wide(self, get: Get, name: str) -> torch.Tensor:
         return get(name).detach().to(self.device, torch.float32)
+
+
+def finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor. Raises `UsageError` if it has an infinity or NaN, which codes cannot stand for."""
+    if not all(each.isfinite() for each in tensor.aminmax()):  # without another tensor of this size
+        raise UsageError(f"{name} has infinities or NaN; get its file again, or name a model in a type with more range")
+    return tensor
 
 
 def _into(rotation: Rotation, weight: torch.Tensor, side: str) -> torch.Tensor:

@@ -8,13 +8,18 @@ from functools import cache
 import torch
 
 from hadagen.errors import UsageError
-from hadagen.models.folding import EMBEDDING, HEAD, Folding, Sizes
+from hadagen.models.folding import EMBEDDING, HEAD, Folding, Sizes, finite
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
 from hadagen.models.scheme import Scheme
 
 
 def insert(model: torch.nn.Module, scheme: Scheme) -> None:
-    """Put layers in place of those that have codes, for a state dict to fill."""
+    """Put layers in place of those that have codes, for a state dict to fill.
+
+    Raises `UsageError` if what comes after the rotated residual stream is not the last layer of the checkpoint.
+    """
+    if scheme.rotation == "quarot":
+        _check_is_causal(model)
     for name, layer in _linears(model, scheme):
         is_biased, like = layer.bias is not None, layer.weight
         sizes = layer.in_features, layer.out_features
@@ -29,9 +34,7 @@ def quantize(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> bool:
     `UsageError` if the model has no last layer of its own, or other names than Llama's.
     """
     names = [name for name, _ in model.named_parameters()]
-    for name in (EMBEDDING, HEAD):
-        if name not in dict(model.named_parameters(remove_duplicate=False)):
-            raise UsageError(f"{type(model).__name__} has no {name}; load it as a causal language model")
+    _check_is_causal(model)
     is_tied = model.get_parameter(HEAD) is model.get_parameter(EMBEDDING)
     sizes = replace(sizes, tied=is_tied)
     of = cache(lambda device: Folding(scheme, sizes, device))
@@ -43,7 +46,7 @@ def quantize(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> bool:
     linears = dict(_linears(model, scheme))
     for name, layer in linears.items():
         folding = of(layer.weight.device)
-        weight = folding.fold(f"{name}.weight", get)
+        weight = finite(f"{name}.weight", folding.fold(f"{name}.weight", get))
         bias = None if layer.bias is None else folding.fold(f"{name}.bias", get).to(layer.bias.dtype)
         model.set_submodule(name, QuantizedLinear.of(name, scheme, weight, bias))
     for name in names:
@@ -51,11 +54,17 @@ def quantize(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> bool:
             continue
         stored = get(name)
         folding = of(stored.device)
-        made = {made: folding.fold(made, get).to(stored.dtype) for made in folding.made_of(name)}
+        made = {made: finite(made, folding.fold(made, get).to(stored.dtype)) for made in folding.made_of(name)}
         for changed, tensor in made.items():
             module, _, part = changed.rpartition(".")
             setattr(model.get_submodule(module), part, torch.nn.Parameter(tensor, requires_grad=False))
     return is_tied and scheme.rotation == "quarot"
+
+
+def _check_is_causal(model: torch.nn.Module) -> None:
+    for name in (EMBEDDING, HEAD):
+        if name not in dict(model.named_parameters(remove_duplicate=False)):
+            raise UsageError(f"{type(model).__name__} has no {name}; load it as a causal language model")
 
 
 def merge(model: torch.nn.Module) -> None:
