@@ -17,6 +17,7 @@ from hadagen.runtime import calls, kernels
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, result_like, rotation_problem
 from hadagen.runtime.checks import (
+    QUANTIZED,
     REAL,
     as_float,
     check_alike,
@@ -51,7 +52,6 @@ from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.rotation import Rotation, buffers_of, memory_of, number_for, operands_of
 from hadagen.runtime.sharded import check_new, is_divided, is_sharded, joined, like_heads, shards_of, whole_of
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
 
 
@@ -334,7 +334,7 @@ def check_values(x: torch.Tensor) -> None:
 def _check_kind(x: torch.Tensor) -> None:
     """The same, but for an x that requires a gradient."""
     check_is_tensor(x, "x")
-    if x.dtype not in _DTYPES:
+    if x.dtype not in QUANTIZED:
         raise TensorError(
             f"x has the type {plain(x.dtype)}; pass values of float16, bfloat16 or float32 that are not quantized"
         )
