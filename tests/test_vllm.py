@@ -1,10 +1,12 @@
 """What the plugin for vLLM does without a vLLM that fits. tests/test_engine_vllm.py has vLLM."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
-from hadagen.integrations import vllm
+from hadagen.integrations import host, vllm
 
 
 def test_a_hook_that_fails_does_not_keep_vllm_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +26,20 @@ def test_a_hook_that_fails_does_not_keep_vllm_from_starting(monkeypatch: pytest.
 def test_the_switch_leaves_vllm_alone(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     monkeypatch.setenv("HADAGEN_INTEGRATIONS", switch)
     vllm.register()
+
+
+def test_a_switch_with_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_warned", set())
+    monkeypatch.setenv(host.SWITCH, "vlm, transformers")
+    with pytest.warns(
+        UserWarning, match="HADAGEN_INTEGRATIONS has 'vlm', which is not known; did you mean vllm"
+    ) as caught:
+        found = [vllm.HOST.is_enabled() for _ in range(2)]
+    assert found == [False, False]
+    assert len(caught) == 1
+
+
+def test_the_switch_knows_all_hosts() -> None:
+    modules = Path(host.__file__).parent.glob("*.py")
+    names = {name for module in modules for name in re.findall(r'Host\("(\w+)"', module.read_text())}
+    assert names == {*host.NAMES} - {"none"}

@@ -8,7 +8,10 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
+from hadagen.errors import choice, shown
+
 SWITCH = "HADAGEN_INTEGRATIONS"
+NAMES = ("none", "vllm", "transformers", "compressed_tensors", "sglang", "torchao")  # which SWITCH may have
 _warned: set[tuple[str, str]] = set()
 
 
@@ -28,9 +31,16 @@ class Host(NamedTuple):
     tested: str
 
     def is_enabled(self) -> bool:
-        """Whether HADAGEN_INTEGRATIONS is unset or names the host."""
+        """Whether HADAGEN_INTEGRATIONS is unset or names the host. Warns once of each name in it that is not known."""
         given = os.environ.get(SWITCH)
-        return given is None or self.name in [each.strip() for each in given.split(",")]
+        if given is None:
+            return True
+        names = [each.strip() for each in given.split(",")]
+        for name in filter(None, names):
+            if name not in NAMES and (SWITCH, name) not in _warned:
+                _warned.add((SWITCH, name))
+                warnings.warn(f"{SWITCH} has {shown(name)}, which is not known; {choice(name, NAMES)}", stacklevel=3)
+        return self.name in names
 
     def get(self, path: str, *parameters: str) -> Any:
         """What `path` names, such as `vllm.config:VllmConfig`, which takes these parameters.
