@@ -50,7 +50,7 @@ _FOLDER = click.Path(path_type=Path)
     metavar="LAYER",
     help="Do not quantize a layer, such as down_proj or model.layers.0.mlp.down_proj; may be given several times.",
 )
-@click.option("--calibrate", type=_FOLDER, metavar="FILE", help="Text in UTF-8, from which fp8-tensor has its scales.")
+@click.option("--calibrate", type=_FOLDER, metavar="FILE", help="Text in UTF-8, for the scales of fp8-tensor.")
 @click.option("--device", default="cpu", show_default=True, help="Where to rotate and quantize, such as cuda.")
 def quantize(
     model: Path,
@@ -75,7 +75,7 @@ def quantize(
     place = _device(device)
     measure = partial(_scales, _tokens(model, calibrate, CALIBRATION), place) if calibrate else None
     with keeping():
-        for file, is_kept in convert(model, out, scheme, device=place, shown=counted, calibrate=measure):
+        for file, is_kept in convert(model, out, scheme, device=place, progress=counted, calibrate=measure):
             say(f"{file}: {'kept' if is_kept else 'written'}", err=True)
     before, after = (sum(path.stat().st_size for path in each.glob("*.safetensors")) for each in (model, out))
     say(f"{out} has {after / 1e6:.0f} MB of weights, in place of {before / 1e6:.0f} MB")
@@ -152,7 +152,7 @@ def _loaded(folder: Path, device: torch.device) -> Any:
     if read_json(folder / CONFIG).get("quantization_config"):
         HadagenConfig()  # raises the reason if transformers would not know it
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    dtype = "float32" if device.type == "cpu" else "auto"  # which multiplies 16-bit types slowly
+    dtype = "float32" if device.type == "cpu" else "auto"  # CPUs multiply 16-bit types slowly
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)  # type: ignore[arg-type]
 
 

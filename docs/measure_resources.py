@@ -1,7 +1,7 @@
 """Measures how busy each resource of a GPU is while the kernels of rotations with a matrix run, with Nsight Compute.
 
-Needs a GPU, and `ncu` on PATH. Writes a row for each problem and number of elements, in percent of the peak. Rows of 4
-Mi elements lie in L2, and rows of 64 Mi elements in device memory.
+Needs a GPU, and `ncu` on PATH. Writes a row for each problem and number of elements, in percent of the peak. 4 Mi
+elements lie in L2 (hot), and 64 Mi elements in device memory (cold).
 
     python docs/measure_resources.py docs/data/resources_h100.csv
 """
@@ -67,14 +67,14 @@ def measured(problem: str, cache: str, elements: int) -> list[float]:
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     table = [line for line in said.splitlines() if line.startswith('"')]
     names, units, values = csv.reader(table)
-    of = {
+    found = {
         name: float(value.replace(",", ""))
         for name, value in zip(names, values, strict=True)
         if name in set(METRICS.values())
     }
     unit = dict(zip(names, units, strict=True))[METRICS["us"]]
-    of[METRICS["us"]] *= {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}[unit]
-    return [round(of[metric], 2) for metric in METRICS.values()]
+    found[METRICS["us"]] *= {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}[unit]
+    return [round(found[metric], 2) for metric in METRICS.values()]
 
 
 def call(key: str, elements: int) -> None:

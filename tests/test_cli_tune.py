@@ -779,12 +779,11 @@ def test_by_default_all_that_is_shipped_is_tuned_heaviest_first_by_row_length(
 
 def test_without_a_gpu_the_three_heaviest_of_each_kind_are_tuned(wanted: list[TuneOptions]) -> None:
     result = run("tune", "--trials", "1")
-    assert [kind_of(problem) for problem in wanted[0].problems] == [kind for kind in KINDS for _ in range(3)]
+    assert sorted(map(kind_of, wanted[0].problems), key=KINDS.index) == [kind for kind in KINDS for _ in range(3)]
     assert result.stderr.startswith("tuning 9 problems, the 3 heaviest of each kind, for sm90; there is no sm90 GPU")
     run("tune", "--trials", "1", "--kind", "rotation", "--kind", "format", "--dtype", "bfloat16")
-    assert [(kind_of(each), each.io.input) for each in wanted[1].problems] == [
-        (kind, DType.BFLOAT16) for kind in ("rotation", "format") for _ in range(3)
-    ]
+    assert {each.io.input for each in wanted[1].problems} == {DType.BFLOAT16}
+    assert sorted(map(kind_of, wanted[1].problems)) == [kind for kind in ("format", "rotation") for _ in range(3)]
     run("tune", "--trials", "1", "--kind", "format", "--n", "4096")  # named by size, so that all are tuned
     assert {each.n for each in wanted[2].problems} == {4096}
     assert len(wanted[2].problems) == sum(each.n == 4096 and kind_of(each) == "format" for each in SHIPPED)

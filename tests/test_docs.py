@@ -36,6 +36,7 @@ from sample_bundle import write_trials
 from sample_trials import H100, H200, make_timing, make_trial
 
 from hadagen.cli.main import main
+from hadagen.integrations.host import SWITCH
 from hadagen.measure import Cell, Variant
 from hadagen.measure.watch import SILENCE_S
 from hadagen.problem.matrices import auto_orders
@@ -558,7 +559,7 @@ def test_the_code_of_every_page_runs(page: Path, tmp_path: Path, monkeypatch: py
 
 def test_a_page_names_every_environment_variable() -> None:
     code = "".join(path.read_text() for room in ("hadagen", "cli", "tuning_db") for path in (ROOT / room).rglob("*.py"))
-    used = set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', code)) | {bundles.VARIABLE}
+    used = set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', code)) | {bundles.VARIABLE, SWITCH}
     assert {"HADAGEN_CACHE", "CXX"} <= used
     named = re.findall("^[|] (`.*?) [|]", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
     assert used <= set(re.findall(r"`(\w+)`", "".join(named))) | {"XDG_CACHE_HOME"}

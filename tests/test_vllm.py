@@ -1,11 +1,12 @@
 """What the plugin for vLLM does without a vLLM that fits. tests/test_engine_vllm.py has vLLM."""
 
+import re
 import sys
-import warnings
+from pathlib import Path
 
 import pytest
 
-from hadagen.integrations import vllm
+from hadagen.integrations import host, vllm
 
 
 def test_a_hook_that_fails_does_not_keep_vllm_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,18 +21,25 @@ def test_a_hook_that_fails_does_not_keep_vllm_from_starting(monkeypatch: pytest.
     assert "ZeroDivisionError: integer division or modulo by zero" in said[1]
 
 
-def test_an_unknown_name_in_the_switch_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HADAGEN_INTEGRATIONS", "vLMM")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        vllm.register()
-        vllm.register()
-    (said,) = (str(each.message) for each in caught)
-    assert said == "HADAGEN_INTEGRATIONS=vLMM names vLMM, which it does not switch; did you mean vllm?"
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("switch", ["none", "transformers"])
 def test_the_switch_leaves_vllm_alone(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     monkeypatch.setenv("HADAGEN_INTEGRATIONS", switch)
     vllm.register()
+
+
+def test_a_switch_with_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_warned", set())
+    monkeypatch.setenv(host.SWITCH, "vlm, transformers")
+    with pytest.warns(
+        UserWarning, match="HADAGEN_INTEGRATIONS has 'vlm', which is not known; did you mean vllm"
+    ) as caught:
+        found = [vllm.HOST.is_enabled() for _ in range(2)]
+    assert found == [False, False]
+    assert len(caught) == 1
+
+
+def test_the_switch_knows_all_hosts() -> None:
+    modules = Path(host.__file__).parent.glob("*.py")
+    names = {name for module in modules for name in re.findall(r'Host\("(\w+)"', module.read_text())}
+    assert names == {*host.NAMES} - {"none"}

@@ -31,10 +31,10 @@ from hadagen.fusing.matching import Found
 from hadagen.fusing.steps import Options, Step, rotated_by, step_of, why_without_kernel
 from hadagen.problem.formats import Format
 from hadagen.prologues import Mul
+from hadagen.runtime.checks import QUANTIZED
 from hadagen.runtime.prologue_operator import text_of
 
 _aten = torch.ops.aten
-_DTYPES = torch.float16, torch.bfloat16, torch.float32
 _HERE = str(Path(__file__).parents[1])
 _ELSEWHERE = "its results would lie in memory in another order"
 
@@ -143,7 +143,7 @@ def _quantized(rotation: Step, options: Options) -> Step:
 def _why_not_quantized(rotation: Step, rows: Node, views: Sequence[Node], options: Options, to: torch.dtype) -> Any:
     """Why a quantizer, of values of the type `to`, cannot follow in one operator; None if it can."""
     dtype = value_of(rows).dtype
-    if dtype not in _DTYPES:
+    if dtype not in QUANTIZED:
         return f"the rotated values are {dtype}"
     if any(value_of(view).dtype not in (dtype, torch.float32) for view in views):
         return f"the rotated values are rounded from {dtype} to another type"
@@ -303,7 +303,7 @@ def _widened(x: Node) -> Node:
 
 def _why_not_before(found: Found, x: Node, views: Sequence[Node], step: Step) -> str | None:
     dtype, taken = value_of(x).dtype, value_of(step.x).dtype
-    if dtype not in _DTYPES or dtype != taken:
+    if dtype not in QUANTIZED or dtype != taken:
         return f"x is {dtype}, and what comes after takes {taken}"
     if any(value_of(node).dtype not in (dtype, torch.float32) for node in (*found.nodes, *views)):
         return "values are converted to another type on their way"

@@ -126,5 +126,6 @@ def _compared_numbers(wanted: Any, given: Any, found: Found) -> Iterator[Found]:
             if found.numbers.get(name, value) == value:
                 yield replace(found, numbers={**found.numbers, name: value})
             return
+    # True == 1 in Python, so a flag fits only itself.
     if (wanted == given and type(wanted) is not bool) or wanted is given:
         yield found

@@ -8,10 +8,10 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-from hadagen.errors import choice
+from hadagen.errors import choice, shown
 
 SWITCH = "HADAGEN_INTEGRATIONS"
-NAMES = ("compressed_tensors", "sglang", "transformers", "vllm")  # that it switches
+NAMES = ("none", "vllm", "transformers", "compressed_tensors", "sglang", "torchao")  # which SWITCH may have
 _warned: set[tuple[str, str]] = set()
 
 
@@ -31,18 +31,15 @@ class Host(NamedTuple):
     tested: str
 
     def is_enabled(self) -> bool:
-        """Whether HADAGEN_INTEGRATIONS is unset or names the host. Warns once of other names."""
+        """Whether HADAGEN_INTEGRATIONS is unset or names the host. Warns once of each name in it that is not known."""
         given = os.environ.get(SWITCH)
         if given is None:
             return True
         names = [each.strip() for each in given.split(",")]
-        for name in names:
-            if name not in ("", "none", *NAMES) and (SWITCH, name) not in _warned:
+        for name in filter(None, names):
+            if name not in NAMES and (SWITCH, name) not in _warned:
                 _warned.add((SWITCH, name))
-                warnings.warn(
-                    f"{SWITCH}={given} names {name}, which it does not switch; {choice(name, ['none', *NAMES])}",
-                    stacklevel=2,
-                )
+                warnings.warn(f"{SWITCH} has {shown(name)}, which is not known; {choice(name, NAMES)}", stacklevel=3)
         return self.name in names
 
     def get(self, path: str, *parameters: str) -> Any:

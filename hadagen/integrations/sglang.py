@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from hadagen.compat import sglang as functions
 from hadagen.integrations.host import Changed, Host
+from hadagen.runtime.checks import QUANTIZED
 from hadagen.runtime.quantize import rotate_quantize
 
 HOST = Host("sglang", "sglang", "0.5.23")
@@ -26,7 +27,6 @@ _HADAMARD = "sglang.kernels.ops.quantization.hadamard"
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 _ACT_QUANT = "sglang.kernels.ops.quantization.act_quant_triton"
 _REGISTRY = "sglang.srt.plugins.hook_registry"
-_TYPES = torch.float16, torch.bfloat16, torch.float32
 _GROUPS = 16, 32, 64, 128
 
 
@@ -92,7 +92,8 @@ def _act_quant(
 
 
 def _has_kernels(x: torch.Tensor) -> bool:
-    return x.dtype in _TYPES and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled())
+    needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    return x.dtype in QUANTIZED and not needs_gradient and not torch.compiler.is_compiling()
 
 
 class _Rotated(torch.Tensor):

@@ -18,7 +18,7 @@ import torch
 
 from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.integrations.host import Changed, Host
-from hadagen.runtime.checks import DTYPES, check_dtype, plain
+from hadagen.runtime.checks import QUANTIZED, check_dtype, plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
@@ -257,7 +257,7 @@ class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
 def _rotate_linear(module: torch.nn.Linear, config: HadagenConfig) -> torch.nn.Linear:
     """Replace the weight of a layer by a `RotatedWeight`."""
     weight = module.weight.detach()
-    if isinstance(weight, _Tensor) or weight.dtype not in DTYPES[:3]:
+    if isinstance(weight, _Tensor) or weight.dtype not in QUANTIZED:
         raise UsageError(f"a weight is a {type(weight).__name__} of {plain(weight.dtype)}; quantize the original model")
     n = weight.shape[-1]
     block = n if config.rotation == "rows" else config.rotation or 1

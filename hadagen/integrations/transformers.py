@@ -14,13 +14,12 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from hadagen.errors import UsageError, shown
 from hadagen.integrations.host import SWITCH, Changed, Host
 from hadagen.models.folding import Sizes, planned
 from hadagen.models.modules import insert, merge, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
+from hadagen.runtime.checks import QUANTIZED
 
 HOST = Host("transformers", "transformers", "5.24")
 
@@ -96,7 +95,7 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
             raise _not_in_memory(f"device_map {shown(device_map)} leaves weights out of memory")
 
     def update_dtype(self, dtype: Any) -> Any:
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if dtype not in QUANTIZED:
             raise UsageError(f"dtype {dtype} cannot be quantized; pass float32, float16 or bfloat16")
         return dtype
 

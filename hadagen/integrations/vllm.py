@@ -76,7 +76,7 @@ def _hook_transforms() -> None:
         load(self)
         try:
             self.rotations = torch.nn.ModuleDict(_rotations_of(self))
-        except AttributeError as error:
+        except AttributeError as error:  # of a vLLM that has changed, whose own forward runs then
             HOST.warn(str(error))
 
     def rotated(self: Any, value: torch.Tensor, part_id: int = 0) -> torch.Tensor:
@@ -100,6 +100,7 @@ def _rotations_of(module: Any) -> dict[str, Rotation]:
         name, scheme, _ = module.transforms[index]
         if scheme.type not in _TYPES:
             continue
+        # Layers share this tensor, and wrap it in parameters of their own. So the rotation is recovered once.
         weight = next((each for each in module.weight.local_tensors if each.data_ptr() == part.data_ptr()), part)
         if weight not in _found:
             _found[weight] = _recovered(name, weight)

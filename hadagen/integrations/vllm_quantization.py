@@ -19,9 +19,10 @@ from vllm.platforms import current_platform
 from hadagen import prologues
 from hadagen.errors import UsageError
 from hadagen.integrations.host import Changed, Host
-from hadagen.models.layers import TYPES
+from hadagen.models.layers import TYPES, values_of
 from hadagen.models.scheme import METHOD, Online, Scheme
 from hadagen.problem.prologues import Prologue
+from hadagen.runtime.checks import QUANTIZED
 from hadagen.runtime.quantize import rotate_quantize
 
 # Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
@@ -50,7 +51,7 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Those that `rotate_quantize` takes."""
-        return [torch.float16, torch.bfloat16, torch.float32]
+        return list(QUANTIZED)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -137,14 +138,14 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         """x · weightᵀ + bias for the values that codes stand for."""
         if self.scheme.activations is None:
             turned = x if layer.rotation is None else layer.rotation(x)
-            return linear(turned, _values(layer, x.dtype), bias)
+            return linear(turned, values_of(layer.weight, layer.weight_scale, x.dtype), bias)
         scale = getattr(layer, "input_scale", None)
         q = rotate_quantize(x, layer.rotation, to=self.scheme.activations, before=self.before, tensor_scale=scale)
         if self.multiplies:
             scales = q.scales.reshape(-1, 1)
             found = _custom_ops.cutlass_scaled_mm(q.codes, layer.weight.T, scales, layer.weight_scale, x.dtype, bias)
             return found  # type: ignore[no-any-return]
-        return linear(q.dequantize(x.dtype), _values(layer, x.dtype), bias)
+        return linear(q.dequantize(x.dtype), values_of(layer.weight, layer.weight_scale, x.dtype), bias)
 
 
 def _hook_mlps(host: Host) -> None:
@@ -176,7 +177,3 @@ def _add(layer: Any, name: str, tensor: torch.Tensor, attributes: dict[str, Any]
     parameter = torch.nn.Parameter(tensor, requires_grad=False)
     layer.register_parameter(name, parameter)
     set_weight_attrs(parameter, attributes)
-
-
-def _values(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    return (layer.weight.float() * layer.weight_scale).to(dtype)  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ _FLOATS = ("F16", "BF16", "F32")
 FIRST_OF_TWO, SCALES = "model-00001-of-00002.safetensors", "model-input-scales.safetensors"
 # (a folder with the weights in codes, and activations as they are) → the scales, by the names of their tensors
 Calibrate = Callable[[Path], dict[str, torch.Tensor]]
-Shown = Callable[[Sequence[str], str], Iterable[str]]  # the same names; shows how many are done, and of what
+Progress = Callable[[Sequence[str], str], Iterable[str]]  # (names, title) → the same names; shows how many are done
 
 
 class Checkpoint:
@@ -120,7 +120,7 @@ def opened(path: Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises `UsageError` if the file is missing, and `StorageError` if it holds no JSON object."""
+    """The JSON object in a file. Raises `UsageError` if the file is missing, and `StorageError` if it holds none."""
     if not path.exists():
         raise UsageError(f"{path} is not there; name a folder with a whole model")
     try:
@@ -139,13 +139,14 @@ def convert(
     scheme: Scheme,
     *,
     device: torch.device | str = "cpu",
-    shown: Shown = lambda names, doing: names,
+    progress: Progress = lambda names, title: names,
     calibrate: Calibrate | None = None,
 ) -> Iterator[tuple[str, bool]]:
     """Write the rotated, quantized model of `source` to a folder. Yields each finished file, and whether it was kept.
 
     A folder that an earlier call left unfinished is completed, if model and scheme are the same. device: where tensors
-    are rotated and quantized. calibrate: measures the scales of activations "fp8-tensor", which need it.
+    are rotated and quantized. progress: takes the names of the tensors of a file, and the file. calibrate: measures the
+    scales of activations "fp8-tensor", which need it.
 
     Raises `UsageError` for a model that cannot be quantized, and a folder that holds anything else; `StorageError` for
     files that cannot be read or written.
@@ -166,7 +167,7 @@ def convert(
             file = FIRST_OF_TWO
         is_kept = (folder / file).exists()
         if not is_kept:
-            tensors = {name: each for name in shown(names, file) for name, each in _made(folding, stored, name)}
+            tensors = {name: each for name in progress(names, file) for name, each in _made(folding, stored, name)}
             _save(folder / file, tensors)
         with opened(folder / file) as reader:
             files |= dict.fromkeys(reader.keys(), file)
@@ -267,6 +268,7 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object to a file, which is complete or not there."""
     with atomic_file(path) as new:
         new.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 

@@ -16,11 +16,12 @@ from hadagen.models.layers import QuantizedLinear
 from hadagen.runtime.quantize import rotate_quantize
 
 WINDOW = 512  # tokens
-Shown = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]  # the same windows; shows how many are done
+_MOST = torch.finfo(torch.float8_e4m3fn).max
+Progress = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]  # returns the windows; shows how many are done
 
 
-def input_scales(model: Any, windows: torch.Tensor, shown: Shown = iter) -> dict[str, torch.Tensor]:
-    """The scales of activations "fp8-tensor", by the names of tensors: the largest rotated input of each layer / 448.
+def input_scales(model: Any, windows: torch.Tensor, progress: Progress = iter) -> dict[str, torch.Tensor]:
+    """The scales of activations "fp8-tensor", by the names of tensors: amax / 448 of the rotated inputs of each layer.
 
     model: with weights in codes, and activations as they are. windows: tokens of a text that is like later inputs.
     """
@@ -32,10 +33,10 @@ def input_scales(model: Any, windows: torch.Tensor, shown: Shown = iter) -> dict
 
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
     hooks = [each.register_forward_pre_hook(partial(see, name=name)) for name, each in layers.items()]
-    measured(model, windows, shown)
+    measured(model, windows, progress)
     for hook in hooks:
         hook.remove()
-    return {f"{name}.input_scale": each / 448 for name, each in largest.items()}
+    return {f"{name}.input_scale": each / _MOST for name, each in largest.items()}
 
 
 class Figures(NamedTuple):
@@ -77,11 +78,7 @@ def read_windows(folder: Path, text: Path, most: int | None = None) -> torch.Ten
     return torch.tensor(numbers[: len(numbers) // length * length]).view(-1, length)[:most]
 
 
-def measured(
-    model: Any,
-    windows: torch.Tensor,
-    shown: Shown = iter,
-) -> Figures:
+def measured(model: Any, windows: torch.Tensor, progress: Progress = iter) -> Figures:
     """The figures of a causal language model of transformers.
 
     Raises `UsageError` if the tokens are not of the model's vocabulary.
@@ -92,7 +89,7 @@ def measured(
             "with the same tokenizer"
         )
     losses, tops = [], []
-    for window in shown(list(windows.to(model.device))):
+    for window in progress(list(windows.to(model.device))):
         with torch.no_grad():
             logits = model(window[None], use_cache=False).logits[0].float()
         losses.append(float(torch.nn.functional.cross_entropy(logits[:-1], window[1:])))

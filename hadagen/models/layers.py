@@ -16,13 +16,18 @@ from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_ROWS = 17  # the fewest rows of a product of INT8 codes that cuBLAS takes
+_ROWS = 17  # the fewest rows of INT8 codes that torch._int_mm takes on a GPU
 
 
 def codes_of(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [out, in] of a weight, "int8" or "fp8", and their scales, float32 [out, 1]."""
     made = rotate_quantize(weight, to=WEIGHTS[weights])
     return made.codes, made.scales.reshape(-1, 1)
+
+
+def values_of(weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values [out, in] that codes and their scales [out, 1] stand for, in a dtype."""
+    return (weight.float() * weight_scale).to(dtype)
 
 
 class QuantizedLinear(torch.nn.Module):
@@ -80,7 +85,7 @@ class QuantizedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.activations is None:
             turned = x if self.rotation is None else self.rotation(x)
-            return linear(turned, self._values(x.dtype), self.bias)
+            return linear(turned, values_of(self.weight, self.weight_scale, x.dtype), self.bias)
         q = rotate_quantize(x, self.rotation, to=self.activations, before=self.before, tensor_scale=self.input_scale)
         y = self._product(q, x.dtype)
         return y if self.bias is None else y + self.bias
@@ -90,18 +95,16 @@ class QuantizedLinear(torch.nn.Module):
         device = self.weight.device
         if not multiplies(q.codes, self.weight, _capability(device)):
             wide = torch.float32 if device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
-            return linear(q.dequantize(wide), self._values(wide)).to(dtype)
+            return linear(q.dequantize(wide), values_of(self.weight, self.weight_scale, wide)).to(dtype)
         codes = q.codes.reshape(-1, self.in_features)
         scales = q.scales.reshape(-1, 1).expand(len(codes), 1)
         if codes.dtype == torch.int8:
             y = int8_product(codes, scales, self.weight, self.weight_scale)
         else:
+            # Other GPUs have no kernel with scales of rows, and this one gives no type but bfloat16.
             by_row = dtype == torch.bfloat16 and _capability(device)[0] in (9, 10)
             y = fp8_product(codes, scales, self.weight, self.weight_scale, by_row=by_row)
         return y.to(dtype).view(*q.codes.shape[:-1], self.out_features)
-
-    def _values(self, dtype: torch.dtype) -> torch.Tensor:
-        return (self.weight.float() * self.weight_scale).to(dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
         """Codes and scales are moved as bytes, so that no change of a type reaches them."""
@@ -135,6 +138,7 @@ def multiplies(codes: torch.Tensor, weight: torch.Tensor, capability: tuple[int,
         return False
     if weight.device.type == "cpu":
         return weight.dtype == torch.int8
+    # What the sizes of the weight must be multiples of, and the least capability.
     by, least = (8, (7, 5)) if weight.dtype == torch.int8 else (16, (8, 9))
     return capability >= least and weight.shape[0] % by == 0 and weight.shape[1] % by == 0
 
@@ -151,7 +155,10 @@ def int8_product(
 def fp8_product(
     codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, *, by_row: bool
 ) -> torch.Tensor:
-    """The same of FP8 codes: float32, or bfloat16 if the product itself takes scales of rows (by_row)."""
+    """(codes · scales) · (weight · weight_scale)ᵀ of FP8 codes, [rows, out].
+
+    by_row: whether the product itself applies the scales, which gives bfloat16. If not, the result is float32.
+    """
     if by_row:
         return torch._scaled_mm(
             codes, weight.T, scale_a=scales.contiguous(), scale_b=weight_scale.T, out_dtype=torch.bfloat16

@@ -30,14 +30,14 @@ def insert(model: torch.nn.Module, scheme: Scheme) -> None:
 def quantize(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> bool:
     """Rotate and quantize the weights of a model, one layer after the other, each on the device where it is.
 
-    scheme: with the rotations of `planned`. Returns whether the last layer was tied to the embedding before. Raises
-    `UsageError` if the model has no last layer of its own, or other names than Llama's.
+    scheme: with the rotations of `planned`. Returns whether a last layer that was tied to the embedding is a tensor of
+    its own now. Raises `UsageError` if the model has no last layer, or other names than Llama's.
     """
     names = [name for name, _ in model.named_parameters()]
     _check_is_causal(model)
     is_tied = model.get_parameter(HEAD) is model.get_parameter(EMBEDDING)
     sizes = replace(sizes, tied=is_tied)
-    of = cache(lambda device: Folding(scheme, sizes, device))
+    folding_on = cache(lambda device: Folding(scheme, sizes, device))
     factors = {name: each.data for name, each in model.named_parameters() if each.dim() == 1}  # norms change on the way
 
     def get(name: str) -> torch.Tensor:
@@ -45,16 +45,17 @@ def quantize(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> bool:
 
     linears = dict(_linears(model, scheme))
     for name, layer in linears.items():
-        folding = of(layer.weight.device)
+        folding = folding_on(layer.weight.device)
         weight = finite(f"{name}.weight", folding.fold(f"{name}.weight", get))
         bias = None if layer.bias is None else folding.fold(f"{name}.bias", get).to(layer.bias.dtype)
         model.set_submodule(name, QuantizedLinear.of(name, scheme, weight, bias))
     for name in names:
-        if name.rpartition(".")[0] in linears:
+        if name.rpartition(".")[0] in linears:  # done above
             continue
         stored = get(name)
-        folding = of(stored.device)
-        made = {made: finite(made, folding.fold(made, get).to(stored.dtype)) for made in folding.made_of(name)}
+        folding = folding_on(stored.device)
+        # All of them before the first is set: two may be made of the same stored tensor.
+        made = {each: finite(each, folding.fold(each, get).to(stored.dtype)) for each in folding.made_of(name)}
         for changed, tensor in made.items():
             module, _, part = changed.rpartition(".")
             setattr(model.get_submodule(module), part, torch.nn.Parameter(tensor, requires_grad=False))

@@ -18,6 +18,7 @@ from hadagen.runtime.arguments import is_flag, is_one_of
 from hadagen.runtime.overlap import overlaps_itself
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+QUANTIZED = (torch.float16, torch.bfloat16, torch.float32)  # which `rotate_quantize` takes
 REAL = (float, int, Real)  # the first two are faster to check
 is_functional: Any = torch._is_functional_tensor  # of torch.func.functionalize
 _NUMERICS = tuple(member.value for member in Numerics)

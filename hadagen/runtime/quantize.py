@@ -17,6 +17,7 @@ from hadagen.runtime import calls, kernels
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, result_like, rotation_problem
 from hadagen.runtime.checks import (
+    QUANTIZED,
     REAL,
     as_float,
     check_alike,
@@ -51,7 +52,6 @@ from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.rotation import Rotation, buffers_of, memory_of, number_for, operands_of
 from hadagen.runtime.sharded import check_new, is_divided, is_sharded, joined, like_heads, shards_of, whole_of
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
 
 
@@ -114,6 +114,7 @@ def rotate_quantize(
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
     source, results, what = x, None, None
+    quantized: Quantized | None = None
     given: Any
     if gradient is not False:
         check_is_flag(gradient, "gradient")
@@ -133,7 +134,8 @@ def rotate_quantize(
     elif is_sharded(x):
         check_new(False, out)
         of_format = to, scale, group, rule, layout, tensor_scale, round_first, gradient
-        return _of_shards(source, rotation, *of_format, numerics, batch_invariant, before)
+        quantized = _of_shards(source, rotation, *of_format, numerics, batch_invariant, before)
+        results = quantized.codes, quantized.scales
     if results is None:
         check_values(x)
         check_is_flag(round_first, "round_first")
@@ -157,11 +159,12 @@ def rotate_quantize(
             after = After(of, form, bool(round_first), given)
             made = rotate_after(x, Before(text), after, written or (), _remembered(what))
             results = (made[0], made[1]) if written is None else (written[0], written[-1])
-    codes, scales = results if target is None else target
-    quantized = Quantized(codes, given, form) if form.group == TENSOR else Quantized(codes, scales, form, given)
-    if source is not x:
-        wide = source.float() if before is None else applied(source, before)["x"]
-        quantized._exact = ROTATE.apply(wide, _operands(wide, rotation, scale, numerics, bool(batch_invariant)))
+    if quantized is None:
+        codes, scales = results if target is None else target
+        quantized = Quantized(codes, given, form) if form.group == TENSOR else Quantized(codes, scales, form, given)
+        if source is not x:
+            wide = source.float() if before is None else applied(source, before)["x"]
+            quantized._exact = ROTATE.apply(wide, _operands(wide, rotation, scale, numerics, bool(batch_invariant)))
     return quantized
 
 
@@ -334,7 +337,7 @@ def check_values(x: torch.Tensor) -> None:
 def _check_kind(x: torch.Tensor) -> None:
     """The same, but for an x that requires a gradient."""
     check_is_tensor(x, "x")
-    if x.dtype not in _DTYPES:
+    if x.dtype not in QUANTIZED:
         raise TensorError(
             f"x has the type {plain(x.dtype)}; pass values of float16, bfloat16 or float32 that are not quantized"
         )

@@ -44,6 +44,7 @@ class Shards(NamedTuple):
 
 def is_divided(x: Any) -> bool:
     """Whether ranks have different parts of a DTensor."""
+    # A list, because torch.compile of earlier releases of PyTorch takes no generator over placements.
     return len([each for each in x.placements if not each.is_replicate()]) > 0
 
 
