@@ -161,7 +161,7 @@ def _device(name: str) -> torch.device:
 
     try:
         place = torch.device(name)
-        torch.empty(1, device=place)
+        torch.empty(1, device=place).item()  # which the device meta has not
     except (RuntimeError, AssertionError):
         raise UsageError(
             f"device {shown(name)} is not here; leave --device out, or name one that PyTorch finds"

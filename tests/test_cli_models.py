@@ -263,6 +263,7 @@ def test_what_cannot_be_quantized_is_one_sentence(plain: Path, tmp_path: Path) -
     assert "config.json is not there; name a folder with a whole model" in said(2, tmp_path)
     assert "device 'cuda:77' is not here" in said(2, plain, "--device", "cuda:77")
     assert "device 'gpu' is not here" in said(2, plain, "--device", "gpu")
+    assert "device 'meta' is not here" in said(2, plain, "--device", "meta")
     assert "seed = -1 is not possible" in said(2, plain, "--seed", "-1")
 
     config = json.loads((plain / CONFIG).read_text())

@@ -168,6 +168,14 @@ def test_a_rotated_model_without_its_last_layer_is_one_sentence(folder: Path, tm
     assert error(found, wanted) < 0.1
 
 
+def test_a_model_is_loaded_under_autocast(folder: Path) -> None:
+    plain = load(folder, quantization_config=HadagenConfig("fp8"))
+    with torch.autocast("cpu", torch.bfloat16):
+        model = load(folder, quantization_config=HadagenConfig("fp8"))
+        model.load_state_dict(plain.state_dict())
+    assert torch.equal(logits(model), logits(plain))
+
+
 def test_infinite_weights_are_one_sentence(folder: Path) -> None:
     quantizer = integration.HadagenQuantizer(HadagenConfig(), pre_quantized=False)
     model = load(folder)

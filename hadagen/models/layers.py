@@ -199,11 +199,19 @@ def merged(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedLinear:
     """One layer with the outputs of gate, then those of up, which take the same input. It takes the place of both."""
     for name in _MERGED:
         both = [getattr(each, name) for each in (gate, up)]
-        setattr(gate, name, None if both[0] is None else _held(torch.cat([each.data for each in both])))
+        setattr(gate, name, None if both[0] is None else _held(_cat([each.data for each in both])))
     if gate.input_scale is not None and up.input_scale is not None:
         gate.input_scale = _held(torch.maximum(gate.input_scale.data, up.input_scale.data))
     gate.out_features += up.out_features
     return gate
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """All rows. Codes are joined as bytes, because autocast does not know FP8."""
+    dtype = tensors[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat(tensors)
+    return torch.cat([each.view(torch.uint8) for each in tensors]).view(dtype)
 
 
 def _split(module: QuantizedMLP, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -218,4 +226,4 @@ def _merge(module: QuantizedMLP, state: dict[str, Any], prefix: str, *_: Any) ->
     for name in (*_MERGED, "input_scale"):
         halves = [state.pop(f"{prefix}{part}.{name}", None) for part in _PARTS]
         if all(half is not None for half in halves):
-            state[f"{prefix}gate_up_proj.{name}"] = torch.cat(halves) if halves[0].dim() else torch.maximum(*halves)
+            state[f"{prefix}gate_up_proj.{name}"] = _cat(halves) if halves[0].dim() else torch.maximum(*halves)
