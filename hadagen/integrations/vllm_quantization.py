@@ -167,7 +167,7 @@ def _fused(make: Callable[..., None]) -> Callable[..., None]:
         make(self, *arguments, **options)
         method = self.down_proj.quant_method
         if isinstance(method, QuantizedMethod) and method.scheme.activations and type(self.act_fn) is SiluAndMul:
-            method.before = prologues.SiluMul(numerics="vllm")
+            method.before = prologues.SiluMul()
             self.act_fn = torch.nn.Identity()
 
     return made
