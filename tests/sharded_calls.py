@@ -139,13 +139,14 @@ def codes() -> None:
 def of_projects() -> None:
     """Functions by the names of other projects."""
     x = normal(4, 3, 256)
+    has_amax = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 6)  # of DTensors
     for call in (
         presets.deepseek_v32_indexer,
         presets.deepseek_v4_fp4,
         presets.convrot_int8,
         presets.quarot_int4,
         presets.qutlass_mxfp4,
-        lambda x: presets.transformer_engine_nvfp4(x.reshape(12, 256)),
+        *[lambda x: presets.transformer_engine_nvfp4(x.reshape(12, 256))] * has_amax,
         fast_hadamard_transform.hadamard_transform,
         quarot.matmul_hadU,
     ):
