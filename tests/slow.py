@@ -10,7 +10,7 @@ SAMPLED = {
     "test_archs.py::test_an_arch_has_the_features_whose_primitives_compile": 10,
     "test_archs.py::test_every_structure_of_a_kernel_compiles": 36,
     "test_archs.py::test_every_structure_of_a_kernel_is_right": 12,
-    "test_assemble.py::test_todays_generator_and_nvcc_make_the_ptx_that_is_shipped": 0,
+    "test_assemble.py::test_todays_generator_nvcc_and_ptxas_make_the_cubins_that_are_shipped": 0,
     "test_autotune.py::test_it_imports_nothing_of_the_tuner": 0,
     "test_autotune.py::test_with_a_compiler_and_a_measuring_process": 0,
     "test_batch_invariant.py::test_kernels_of_one_arithmetic_give_the_same_bits": 3,
