@@ -254,7 +254,6 @@ class Exchanging(Protocol):
 
     carrier: str
     rounds: int
-    crosses_blocks: bool
 
     @property
     def slot_bytes(self) -> int: ...
