@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import torch
 import transformers
+from graphs import milliseconds
 
 import hadagen
 from hadagen.models.folding import Sizes
@@ -70,35 +69,14 @@ def with_codes(model: Any, scheme: Scheme | None) -> Any:
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
-def milliseconds(call: Callable[[], Any]) -> dict[str, float]:
-    """The time of a call in a CUDA graph: median and quartiles over replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-        times = []
-        for _ in range(REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-    low, _, high = quantiles(times, n=4)
-    return {"ms": median(times), "low": low, "high": high}
-
-
 def measured(shape: Shape) -> list[dict[str, Any]]:
     rows = []
     for name, scheme in shape.schemes().items():
         model = with_codes(shape.model("cuda", torch.bfloat16), scheme)
         for title, (sequences, tokens) in PASSES.items():
             ids = torch.randint(shape.vocab_size, (sequences, tokens), device="cuda")
-            rows.append({"model": name, "pass": title, **milliseconds(partial(model, ids, logits_to_keep=1))})
+            ms, low, high = milliseconds(partial(model, ids, logits_to_keep=1), 1, REPLAYS)
+            rows.append({"model": name, "pass": title, "ms": ms, "low": low, "high": high})
             print(f"{name:13} {title:16} {rows[-1]['ms']:8.3f} ms", flush=True)
     return rows
 

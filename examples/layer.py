@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from graphs import milliseconds
 
 import hadagen
 from hadagen import Rotation, prologues, rotate_quantize
@@ -68,26 +68,8 @@ def product(codes: hadagen.Quantized, weight: hadagen.Quantized) -> torch.Tensor
 # ---- times -----------------------------------------------------------------------------------------------------------
 def microseconds(call: Callable[[], Any]) -> dict[str, float]:
     """The time of a call in a CUDA graph: median and quartiles over replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(GRAPH):
-                call()
-        graph.replay()
-        times = []
-        for _ in range(REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(1e3 * begin.elapsed_time(end) / GRAPH)
-    low, _, high = quantiles(times, n=4)
-    return {"us": median(times), "low": low, "high": high}
+    us, low, high = (1e3 * each for each in milliseconds(call, GRAPH, REPLAYS))
+    return {"us": us, "low": low, "high": high}
 
 
 def pieces(layer: Layer, tokens: int) -> dict[str, dict[str, Callable[[], Any]]]:
