@@ -123,6 +123,12 @@ CHOICES = [
     Choice("n1536-k12-real-float16-fast", 0, 4),
     Choice("n384-k12-real-signed-float16-accurate", 2, 3, rows=8),
     Choice("n8192-k128-real-bfloat16-accurate", 0, 3, products="in_turns"),
+    Choice("n11008-k172-signed-float16-accurate", 0, 3, products="streamed"),
+    Choice("n448-k7-float16-accurate", 0, 4, products="streamed"),
+    Choice("n20480-k40-bfloat16-accurate", 1, 2, products="streamed"),
+    Choice("n24576-k12-bfloat16-accurate", 3, 1, products="streamed"),
+    Choice("n384-k12-real-signed-float16-accurate", 2, 3, 8, "streamed"),
+    Choice("n192-k12-float16-fast", 1, 1, 16, "streamed"),
 ]
 # Each has one more rounding: that of the entries of the matrix.
 ROUNDED = [
@@ -134,7 +140,11 @@ CHOICES += [
     *(replace(each, products="alone") for each in CHOICES if each.products == "together"),
     Choice("n2560-k20-signed-bfloat16-accurate", 1, 1, products="alone"),
     Choice("n192-k12-float16-fast", 1, 1, rows=16, products="alone"),
+    Choice("n4096-k64-real-signed-bfloat16-accurate", 0, 1),
     Choice("n11008-k172-signed-bfloat16-accurate", 0, 1, products="alone", cluster=2),
+    Choice("n14336-k28-signed-float16-accurate", 2, 1, cluster=2),
+    Choice("n11008-k172-bfloat16-accurate", 0, 1, products="streamed", cluster=2),
+    Choice("n20480-k40-bfloat16-accurate", 3, 1, products="streamed", cluster=4),
     Choice("n9472-k148-float16-accurate", 0, 1, products="alone", cluster=4),
     Choice("n1536-k12-signed-float16-fast", 1, 1, products="alone", cluster=2),
     Choice("n14336-k28-bfloat16-accurate", 3, 1, products="alone", cluster=4),
@@ -170,12 +180,18 @@ QUANTIZING = [
     Choice("n2560-k20-real-signed-float16-to-int8_row_2560-accurate", 1, 2),
     Choice("n4096-k32-real-bfloat16-to-mxfp4_32-accurate", 0, 3),
     Choice("n5120-k160-real-signed-bfloat16-to-int8_row_5120-fast", 0, 2, rows=2),
+    Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3, products="streamed"),
+    Choice("n11008-k172-bfloat16-to-mxfp8_32_swizzled-accurate", 0, 2, products="streamed"),
+    Choice("n11008-k172-signed-bfloat16-to-mxfp4_32-accurate", 0, 1, products="streamed"),
+    Choice("n192-k12-float16-to-fp8_head-accurate", 1, 1, 16, "streamed"),
 ]
 QUANTIZING += [
     *(replace(each, products="alone") for each in QUANTIZING if each.products == "together"),
     Choice("n2560-k20-bfloat16-to-int8_row_2560-accurate", 1, 1, products="alone"),
     Choice("n11008-k172-signed-bfloat16-to-int8_row_11008-accurate", 0, 1, products="alone", cluster=4),
     Choice("n14336-k28-float16-to-fp8_row_14336-accurate", 2, 1, products="alone", cluster=2),
+    Choice("n14336-k28-bfloat16-to-fp8_row_14336-accurate", 2, 1, cluster=2),
+    Choice("n18944-k148-bfloat16-to-mxfp4_32-accurate", 0, 1, products="streamed", cluster=2),
     Choice("n3072-k12-bfloat16-to-mxfp4_32-accurate", 2, 1, products="alone", cluster=2),
     Choice("n4096-k64-real-bfloat16-to-int8_row_4096-accurate", 0, 1, products="alone", cluster=2),
 ]
@@ -317,19 +333,14 @@ def test_all_ways_through_the_kernel_are_tried(kind: type[BoxProduct]) -> None:
         some = [plan.problem for each, plan, _ in products if each.fold == fold]
         assert {problem.transform.signed for problem in some} == both
         assert {problem.io.input for problem in some} == {DType.FLOAT16, DType.BFLOAT16}
-    assert {each.stages for each, _, _ in products} == {2, 3, 4} | ({1} if kind is WarpProduct else set())
+    assert {each.stages for each, _, _ in products} == {1, 2, 3, 4}
     assert {tile.order(plan) % 16 > 0 for _, plan, tile in products} == both
     assert {tile.order(plan) % 64 > 0 for _, plan, tile in products} == both
     # Whether all threads copy as many vectors.
     assert {tile.order(plan) % (4 * plan.warps) > 0 for _, plan, tile in products} == both
     if kind is Product:
-        assert {(plan.warps > 4, each.products) for each, plan, _ in products} == {
-            (False, "together"),
-            (True, "together"),
-            (True, "in_turns"),
-            (False, "ahead"),
-            (True, "ahead"),
-        }
+        ways = {(more, each) for more in both for each in ("together", "streamed", "ahead")}
+        assert {(plan.warps > 4, each.products) for each, plan, _ in products} == ways | {(True, "in_turns")}
     else:  # rows of a box are swizzled in two ways where warps are odd in number
         assert {(plan.warps > 1, plan.warps % 2) for _, plan, _ in products} == {(False, 1), (True, 0), (True, 1)}
     forms = [each.problem.io.form for each in QUANTIZING if isinstance(each.plan.tile, kind)]
@@ -362,11 +373,11 @@ KEY = "n1536-k12-bfloat16-accurate"
 @pytest.mark.parametrize("name", known_archs())
 def test_only_hopper_has_wgmma_and_turing_has_no_product(name: str) -> None:
     problem, arch = Problem.parse(KEY), load_arch(name)
-    ways = {"sm75": set(), "sm90": {"together", "alone", "in_turns", "ahead"}}.get(name, {"alone"})
+    ways = {"sm75": set(), "sm90": {"together", "streamed", "alone", "in_turns", "ahead"}}.get(name, {"alone"})
     space = Space(problem, arch)
     assert {knobs.products for knobs in space.legal if knobs.first == MATRIX_FIRST} == ways
     assert {knobs.products for knobs in space.seeds() if knobs.first == MATRIX_FIRST} == ways - {"in_turns", "ahead"}
-    for products in {"together", "alone"} - ways:
+    for products in {"together", "streamed", "alone"} - ways:
         lacking = "cp_async (first must be hadamard)" if name == "sm75" else "wgmma (products must be another)"
         with pytest.raises(UsageError, match=re.escape(f"the arch has no {lacking}")):
             build_plan(problem, product_first(products=products), arch)
@@ -380,10 +391,9 @@ def test_searches_choose_it_too(arch: Arch, key: str) -> None:
     first = [knobs for knobs in space.legal if knobs.first == MATRIX_FIRST]
     plans = [build_plan(problem, knobs, arch) for knobs in first]
     assert len({plan.digest for plan in plans}) == len(plans) > 0
-    ways = ("together", "alone") if arch is ARCH else ("alone",)
+    ways = ("together", "streamed", "alone") if arch is ARCH else ("alone",)
     folds = {fold for fold in range(4) if 8 <= problem.length >> fold <= PRODUCT_COLUMNS[-1]}
     wanted = {(way, fold, stages) for way in ways for fold in folds for stages in (1, 2, 3, 4)}
-    wanted -= {("together", fold, 1) for fold in folds}
     assert {(knobs.products, knobs.fold, knobs.stages) for knobs in first if knobs.products in ways} == wanted
     seeds = [knobs for knobs in space.seeds() if knobs.first == MATRIX_FIRST]
     assert {(knobs.products, knobs.fold, knobs.stages) for knobs in seeds} == wanted
@@ -408,7 +418,7 @@ def test_kernels_for_a_real_matrix_multiply_by_it_first(order: int, numerics: st
 @pytest.mark.parametrize(
     ("key", "arch"),
     [
-        ("n49152-k192-real-bfloat16-accurate", "sm90"),  # more than the registers hold
+        ("n98304-k192-real-bfloat16-accurate", "sm90"),  # more than shared memory holds
         ("n1664-k208-real-bfloat16-accurate", "sm90"),
         ("n48-k12-real-float16-accurate", "sm90"),
         ("n4096-k64-real-float32-accurate", "sm90"),

@@ -19,7 +19,7 @@ from hadagen.plan.steps.conversions import Correct, Narrow, Normalize, Round, Sc
 from hadagen.plan.steps.exchanges import Exchange, Transpose
 from hadagen.plan.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.plan.steps.memory import Load, Prefetch, Store, Trigger
-from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product, ProductAhead, WarpProduct
+from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product, ProductAhead, StreamedProduct, WarpProduct
 from hadagen.plan.steps.quantize import Largest, Quantize, Renumber
 from hadagen.plan.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 from hadagen.problem.formats import TENSOR
@@ -30,7 +30,7 @@ EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 WHOLE, HALF = "whole", "half"
 HADAMARD, MATRIX_FIRST = "hadamard", "matrix"
-TOGETHER, ALONE, IN_TURNS, AHEAD = "together", "alone", "in_turns", "ahead"
+TOGETHER, ALONE, STREAMED, IN_TURNS, AHEAD = "together", "alone", "streamed", "in_turns", "ahead"
 MAX_EXCHANGED_LANES = 4  # the fifth lane bit stays, so that stores write whole sectors of 32 bytes
 # `far_lanes` → how many far bits come to lanes before others come to registers; bits of blocks go to registers first.
 # With two, stores write whole lines of 128 bytes.
@@ -91,9 +91,10 @@ class Knobs:
     )
     fold: int = _knob((0, 1, 2, 3), "bits of H that the matrix takes in, where it comes first", with_matrix=True)
     products: str = _knob(
-        (TOGETHER, ALONE, IN_TURNS, AHEAD),
+        (TOGETHER, ALONE, STREAMED, IN_TURNS, AHEAD),
         "how warps multiply by the matrix where it comes first: each alone with mma; or in fours with wgmma, which "
-        "begin together, in turns, or a tile ahead of the steps after them",
+        "begin together, also with the matrix in shared memory (`streamed`), in turns, or a tile ahead of the steps "
+        "after them",
         with_matrix=True,
         estimated=2,
     )
@@ -348,7 +349,7 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     form = problem.io.form
     folds = form is not None and not form.rounds_first
     in_registers = problem.bits - knobs.fold - 3  # bits of a column
-    in_fours = ProductAhead if knobs.products == AHEAD else Product
+    in_fours = {AHEAD: ProductAhead, STREAMED: StreamedProduct}.get(knobs.products, Product)
     steps: list[Step] = [
         LoadBoxes(knobs.load, knobs.stages),
         *prologue_steps(problem, rounds=problem.may_round_within),  # which then has one product, not two

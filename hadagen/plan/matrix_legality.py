@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadagen.plan.knobs import AHEAD, ALONE, HADAMARD, IN_TURNS, KNOBS, MATRIX_FIRST, TOGETHER, Knobs, KnobValue
+from hadagen.plan.knobs import AHEAD, HADAMARD, IN_TURNS, KNOBS, MATRIX_FIRST, TOGETHER, Knobs, KnobValue
 from hadagen.plan.legality import RULES, Context, Rules, Why, footprint, halves_in_bulk
 from hadagen.plan.steps.base import PACKED, Draft
 from hadagen.plan.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Matrix, Multiplies
@@ -72,8 +72,8 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return None if k.products == TOGETHER else "all warps multiply what they have (products must be together)"
-    if k.cluster > 1 and k.products != ALONE:
-        return "warps of several blocks multiply alone (products must be alone, or cluster 1)"
+    if k.cluster > 1 and k.products in (IN_TURNS, AHEAD):
+        return "clusters take one tile each, with nothing beside its product (products must be another, or cluster 1)"
     draft, product = _draft(c, k)
     if lacking := min(product.features(c.problem.io.input, PACKED) - c.arch.features, default=""):
         return f"the arch has no {lacking} (products must be another)"
@@ -111,9 +111,9 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("stages")
 def _(c: Context, k: Knobs) -> str | None:
-    if k.first == HADAMARD or k.products == ALONE or k.stages > 1:
+    if k.first == HADAMARD or k.products not in (IN_TURNS, AHEAD) or k.stages > 1:
         return None
-    return "a box is loaded while warps multiply another one together (stages must be 2 or more, or products alone)"
+    return "a box is loaded while another one is multiplied (stages must be 2 or more, or products another)"
 
 
 @MATRIX_RULES.first_only("ahead")

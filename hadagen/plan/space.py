@@ -13,7 +13,18 @@ from typing import Any
 
 from hadagen.errors import UsageError, shown
 from hadagen.plan.arch import Arch
-from hadagen.plan.knobs import ALONE, HALF, KNOB_NAMES, LOAD, MATRIX_FIRST, TOGETHER, Knobs, KnobValue, plan_of
+from hadagen.plan.knobs import (
+    ALONE,
+    HALF,
+    KNOB_NAMES,
+    LOAD,
+    MATRIX_FIRST,
+    STREAMED,
+    TOGETHER,
+    Knobs,
+    KnobValue,
+    plan_of,
+)
 from hadagen.plan.layout import CHUNK_BITS, log2
 from hadagen.plan.legality import RULES, Context, Rule, Why, never_faster
 from hadagen.plan.matrix_legality import MATRIX_RULES
@@ -130,7 +141,7 @@ class Space:
             tile = replace(PROVEN_WITH_MATRIX, chunks=chunks, slabs=held, warps=warps, rows=rows, load=load)
             if knobs := self._keeping(tile, "chunks", "slabs", "load"):
                 found[knobs] = None
-        ways = [*product((TOGETHER, ALONE), (3, 2, 4, 1), (1,)), (ALONE, 1, 2), (ALONE, 1, 4)]
+        ways = [*product((TOGETHER, STREAMED, ALONE), (3, 2, 4, 1), (1,)), *product((ALONE, TOGETHER), (1,), (2, 4))]
         for (products, stages, cluster), fold in product(ways, (0, 1, 2, 3)):
             few = max(1, PRODUCT_COLUMNS[0] // max(1, self.problem.length >> fold))
             boxes = replace(PROVEN_WITH_PRODUCT, products=products, stages=stages, cluster=cluster, fold=fold, rows=few)

@@ -555,6 +555,10 @@ HADAGEN_INLINE Boxes boxes_of(const byte* boxes, u32 rows) {
 template <class T> HADAGEN_INLINE void wgmma(float (&d)[32], const Operand& a, const Boxes& boxes, u32 further, bool first);
 template <class T> HADAGEN_INLINE void wgmma(float (&d)[64], const Operand& a, const Boxes& boxes, u32 further, bool first);
 template <class T> HADAGEN_INLINE void wgmma(float (&d)[128], const Operand& a, const Boxes& boxes, u32 further, bool first);
+// The same with A in shared memory.
+template <class T> HADAGEN_INLINE void wgmma(float (&d)[32], const Boxes& a, const Boxes& boxes, u32 further, bool first);
+template <class T> HADAGEN_INLINE void wgmma(float (&d)[64], const Boxes& a, const Boxes& boxes, u32 further, bool first);
+template <class T> HADAGEN_INLINE void wgmma(float (&d)[128], const Boxes& a, const Boxes& boxes, u32 further, bool first);
 #define HADAGEN_SUMS_8(is, t) is(d[2 * (t)]), is(d[2 * (t) + 1]), is(d[half + 2 * (t)]), is(d[half + 2 * (t) + 1])
 #define HADAGEN_SUMS_32(is, t) HADAGEN_SUMS_8(is, t), HADAGEN_SUMS_8(is, t + 1), HADAGEN_SUMS_8(is, t + 2), HADAGEN_SUMS_8(is, t + 3)
 #define HADAGEN_SUMS_64(is) HADAGEN_SUMS_32(is, 0), HADAGEN_SUMS_32(is, 4)
@@ -582,15 +586,33 @@ template <class T> HADAGEN_INLINE void wgmma(float (&d)[128], const Operand& a, 
         if (first) HADAGEN_WGMMA_AS(HADAGEN_IS_NEW, "0", type, columns, left, low_at, high_at, further_at);             \
         else HADAGEN_WGMMA_AS(HADAGEN_IS_ADDED, "1", type, columns, left, low_at, high_at, further_at);                 \
     }
+#define HADAGEN_STREAMED_WGMMA_AS(is, adds, type, columns, left_low, left_high, low_at, high_at, further_at)            \
+    asm volatile("{.reg .pred p; .reg .b32 at; .reg .b64 left, box; setp.ne.b32 p, " adds ", 0; "                        \
+                 "mov.b64 left, {" left_low ", " left_high "}; add.u32 at, " low_at ", " further_at "; "                  \
+                 "mov.b64 box, {at, " high_at "}; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " " \
+                 "{" HADAGEN_NUMBERS_##columns "}, left, box, p, 1, 1, 0, 1;}"                                           \
+                 : HADAGEN_SUMS_##columns(is)                                                                          \
+                 : "r"(a.low), "r"(a.high), "r"(boxes.low), "r"(boxes.high), "r"(further))
+#define HADAGEN_STREAMED_WGMMA(T, type, columns, count, left_low, left_high, low_at, high_at, further_at)               \
+    template <> HADAGEN_INLINE void wgmma<T>(float (&d)[count], const Boxes& a, const Boxes& boxes, u32 further, bool first) { \
+        constexpr int half = count / 2;                                                                                \
+        if (first) HADAGEN_STREAMED_WGMMA_AS(HADAGEN_IS_NEW, "0", type, columns, left_low, left_high, low_at, high_at, further_at); \
+        else HADAGEN_STREAMED_WGMMA_AS(HADAGEN_IS_ADDED, "1", type, columns, left_low, left_high, low_at, high_at, further_at); \
+    }
 #define HADAGEN_WGMMAS(T, type)                                                                                        \
     HADAGEN_WGMMA(T, type, 64, 32, "%32,%33,%34,%35", "%36", "%37", "%38")                                              \
     HADAGEN_WGMMA(T, type, 128, 64, "%64,%65,%66,%67", "%68", "%69", "%70")                                             \
-    HADAGEN_WGMMA(T, type, 256, 128, "%128,%129,%130,%131", "%132", "%133", "%134")
+    HADAGEN_WGMMA(T, type, 256, 128, "%128,%129,%130,%131", "%132", "%133", "%134")                                     \
+    HADAGEN_STREAMED_WGMMA(T, type, 64, 32, "%32", "%33", "%34", "%35", "%36")                                          \
+    HADAGEN_STREAMED_WGMMA(T, type, 128, 64, "%64", "%65", "%66", "%67", "%68")                                         \
+    HADAGEN_STREAMED_WGMMA(T, type, 256, 128, "%128", "%129", "%130", "%131", "%132")
 HADAGEN_WGMMAS(float16, "f16")
 HADAGEN_WGMMAS(bfloat16, "bf16")
 #undef HADAGEN_WGMMAS
 #undef HADAGEN_WGMMA
 #undef HADAGEN_WGMMA_AS
+#undef HADAGEN_STREAMED_WGMMA
+#undef HADAGEN_STREAMED_WGMMA_AS
 
 // Starts d = A · X, for four warps that each have 16 rows of A. A thread gets rows lane / 4 and lane / 4 + 8 of its warp, those behind
 // these; of each, columns 2 (lane % 4) and the next of every eight. X: boxes of 64 columns and `16 steps` rows of 128 bytes.
@@ -603,6 +625,28 @@ HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[operand
 #pragma unroll
     for (u32 k = 0; k < operands * planes; ++k)
         wgmma<T>(d, a[k % operands], all, 128 * (k % steps) + k / operands * plane, k == 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Operands of four warps in shared memory, for `multiply_boxes`, 2048 bytes apart: 8×8 parts of 16 rows and columns, two of each
+// eight rows one behind the other (PTX ISA, "Matrix Descriptor Format", no swizzling).
+template <u32 operands> struct SharedOperands {
+    byte* at;  // of the four warps
+    HADAGEN_INLINE void store(u32 i, const Operand& a) const {
+        byte* const mine = at + 2048 * i + 512 * (thread_index() / 32 % 4) + 4 * (thread_index() % 32);
+#pragma unroll
+        for (u32 w = 0; w < 4; ++w) shared_store4(mine + 256 * (w % 2) + 128 * (w / 2), a.word[w]);
+    }
+};
+template <class T, u32 pieces = 1, u32 planes = 1, int count, u32 operands>
+HADAGEN_INLINE void multiply_boxes(float (&d)[count], const SharedOperands<operands>& a, const byte* boxes) {
+    constexpr u32 steps = operands / pieces, plane = count / 32 * 128 * steps;  // in 16 bytes
+    const Boxes all = boxes_of(boxes, 16 * steps);
+    const u32 low = __shfl_sync(0xFFFFFFFFu, 128u >> 4 << 16 | (shared_address(a.at) >> 4 & 0x3FFFu), 0);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (u32 k = 0; k < operands * planes; ++k)
+        wgmma<T>(d, Boxes{low + 128 * (k % operands), 256u >> 4}, all, 128 * (k % steps) + k / operands * plane, k == 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Waits until d is there, and the boxes may be written again.

@@ -337,6 +337,25 @@ template <class T, u32 pieces = 1, u32 planes = 1, int count, u32 operands>
 HADAGEN_INLINE void multiply_boxes(float (&d)[count], const Operand (&a)[operands], const byte* boxes) {
     machine::begin_product({d, u32(count), a[0].word, operands / pieces, pieces, planes, boxes, [](u16 bits) { return decode<T>(bits); }});
 }
+// Operands of four warps in shared memory, for `multiply_boxes`, 2048 bytes apart: 8×8 parts of 16 rows and columns, two of each
+// eight rows one behind the other.
+template <u32 operands> struct SharedOperands {
+    byte* at;  // of the four warps
+    mutable Operand read[operands] = {};  // as long as a product is under way
+    byte* mine(u32 i, u32 w) const {
+        return at + 2048 * i + 512 * (thread_index() / 32 % 4) + 4 * (thread_index() % 32) + 256 * (w % 2) + 128 * (w / 2);
+    }
+    HADAGEN_INLINE void store(u32 i, const Operand& a) const {
+        for (u32 w = 0; w < 4; ++w) shared_store4(mine(i, w), a.word[w]);
+    }
+};
+template <class T, u32 pieces = 1, u32 planes = 1, int count, u32 operands>
+HADAGEN_INLINE void multiply_boxes(float (&d)[count], const SharedOperands<operands>& a, const byte* boxes) {
+    const u32 word = thread_index() % 4;
+    for (u32 i = 0; i < operands; ++i)
+        for (u32 w = 0; w < 4; ++w) a.read[i].word[w] = machine::shared_load(a.mine(i, w) - 4 * word).word[word];
+    multiply_boxes<T, pieces, planes>(d, a.read, boxes);
+}
 // Waits until d is there, and the boxes may be written again.
 template <int count> HADAGEN_INLINE void wait_for_product(float (&d)[count]) { machine::end_product(d); }
 // The same if it was begun.

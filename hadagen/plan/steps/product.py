@@ -81,7 +81,7 @@ class LoadBoxes(Load):
         yield from super().faults(plan, at)
         if self.path != "cp_async":
             yield "only asynchronous copies of vectors swizzle rows (load must be cp_async)"
-        if self.stages < 2 and not isinstance(plan.tile, WarpProduct):
+        if self.stages < 2 and isinstance(plan.tile, Product) and (plan.tile.in_turns or plan.tile.ahead):
             yield "a box is loaded while another one is multiplied (stages must be 2 or more)"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
@@ -212,6 +212,7 @@ class BoxProduct(Step, Tile):
             "in_turns": False,
             "ahead": False,
             "alone": self.together == 1,
+            "streamed": False,
             **power,
             **lift,
         }
@@ -252,7 +253,11 @@ class BoxProduct(Step, Tile):
     def registers(self, plan: Draft, *, wide: bool) -> int:
         of = plan.problem.transform
         signs = self.vectors(plan) if of.real and of.signed else 0
-        return self.sums(plan) + 4 * self.pieces(plan) * self.operands_in_slab(plan) + signs + _MORE_REGISTERS
+        return self.sums(plan) + 4 * self.held_operands(plan) + signs + _MORE_REGISTERS
+
+    def held_operands(self, plan: Draft) -> int:
+        """Operands of the matrix that a thread has in registers."""
+        return self.pieces(plan) * self.operands_in_slab(plan)
 
     def sums(self, plan: Draft) -> int:
         """Registers of a thread for sums."""
@@ -355,6 +360,22 @@ class ProductAhead(Product):
 
     name = "ProductAhead"
     ahead = True
+
+
+@dataclass(frozen=True)
+class StreamedProduct(Product):
+    """The same, with the matrix in shared memory. So registers have room for the sums of more rows."""
+
+    name = "StreamedProduct"
+
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        yield Region("matrix", WARP_VECTOR_BYTES * plan.warps * self.pieces(plan) * self.operands_in_slab(plan))
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return super().view(plan, at) | {"streamed": True}
+
+    def held_operands(self, plan: Draft) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
