@@ -51,8 +51,8 @@ from refresh_other_tables import (
     lost_between,
     pruned_table,
 )
-from refresh_pictures import draw, draw_activations, draw_search, fingerprint, is_drawn_from
-from refresh_prologues import decoder_table, layer_table, prologues_table, resources_table
+from refresh_pictures import draw, draw_activations, draw_layer, draw_search, fingerprint, is_drawn_from
+from refresh_prologues import decoder_table, layer_table, layer_times, prologues_table, resources_table
 from refresh_reliability import PROMISES, promises_table
 from refresh_rotations import parts_table, products_table, rotation_headline, rotations_table, signs_table
 from refresh_search import Searches, search_numbers
@@ -137,6 +137,7 @@ def outdated() -> list[str]:
         files.PICTURE: sources(),
         files.SEARCH_PICTURE: (files.SEARCH,),
         files.ACTIVATIONS_PICTURE: (files.QUAROT,),
+        files.LAYER_PICTURE: (files.LAYER,),
     }
     stale = [
         picture
@@ -162,6 +163,8 @@ def main(arguments: list[str]) -> None:
         draw_search(Searches.read(), files.SEARCH_PICTURE, fingerprint(files.SEARCH))
     if files.QUAROT.exists():
         draw_activations(read(files.QUAROT), files.ACTIVATIONS_PICTURE, fingerprint(files.QUAROT))
+    if layer := files.read_json(files.LAYER):
+        draw_layer(layer_times(layer), files.LAYER_PICTURE, fingerprint(files.LAYER))
 
 
 if __name__ == "__main__":

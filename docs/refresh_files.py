@@ -33,6 +33,7 @@ QUANTIZED_PARTS = DOCS / "data" / "quantized_parts_h200.csv"
 # How busy resources of a GPU are (`measure_resources.py`), and what `layer.py` and `decoder.py` of `examples` write.
 RESOURCES = DOCS / "data" / "resources_h100.csv"
 LAYER = DOCS / "data" / "layer_h100.json"
+LAYER_PICTURE = DOCS / "assets" / "layer.svg"
 DECODER = DOCS / "data" / "decoder_h100.json"
 PROLOGUES = DOCS / "prologues.md"
 SERVE = DOCS / "serve.md"

@@ -21,6 +21,7 @@ from refresh_times import LIBRARIES, Cell, Times
 COLORS = ("#2f81f7", "#9461d6", "#d9731a", "#7d858f")  # of `LIBRARIES`
 # Of our searches; of those of Kernel Tuner, the best first.
 SEARCH_COLORS = ("#2f81f7", "#7d858f"), ("#d9731a", "#a8860f", "#c75a8f")
+LAYER_COLORS = ("#7d858f", "#d9731a", "#9461d6", "#2f81f7")  # of layers with a product
 INK = "#6e7781"  # text, axes and lines behind the data
 # The lower end of the axis in the picture of searches.
 LEAST_FRACTION = 0.85
@@ -95,6 +96,29 @@ def draw_search(searches: Searches, path: Path, description: str) -> None:
     panel.set_ylim(bottom=LEAST_FRACTION)
     _style(panel)
     panel.legend(loc="lower right", frameon=False)
+    _save(pyplot, figure, path, description)
+
+
+def draw_layer(times: Mapping[str, Mapping[int, float]], path: Path, description: str) -> None:
+    """A line for each layer: microseconds by tokens, both on axes of powers of two.
+
+    times: title of a layer → tokens → microseconds."""
+    pyplot = _pyplot()
+    from matplotlib.ticker import NullLocator
+
+    figure, panel = pyplot.subplots(figsize=(8, 3.9), layout="constrained")
+    for (title, of), color in zip(times.items(), LAYER_COLORS, strict=False):
+        panel.plot(of.keys(), of.values(), color=color, linewidth=1.8, marker="o", markersize=3, label=title)
+    for axis, ticks in ((panel.xaxis, sorted({tokens for of in times.values() for tokens in of})), (panel.yaxis, None)):
+        (panel.set_xscale if ticks else panel.set_yscale)("log", base=2)
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter("{x:g}")
+        if ticks:
+            axis.set_ticks(ticks)
+    panel.set_xlabel("tokens")
+    panel.set_ylabel("µs")
+    _style(panel)
+    panel.legend(loc="upper left", frameon=False)
     _save(pyplot, figure, path, description)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from statistics import geometric_mean
+from typing import Any
+
 import refresh_files as files
 from refresh_formats import DESTINATION, REGIMES
-from refresh_markdown import grid, number
+from refresh_markdown import grid, number, wrapped
 from refresh_times import read_rows, shipped_rows
 
 from hadagen.problem.problem import Numerics, Problem
@@ -20,6 +24,12 @@ LAYERS = {
     "mxfp4, rotated": "MXFP4 codes, rotated",
     "mxfp4, fused": "MXFP4 codes, rotated and fused",
 }
+SHOWN = "Llama-3-8B"  # in the picture
+ONE_KERNEL = {"FP8": ("fp8, rotated", "fp8, fused"), "MXFP4 codes": ("mxfp4, rotated", "mxfp4, fused")}
+# Beside one kernel for SiLU·mul, rotation and codes: a way of `examples/layer.py` → its title.
+WAYS = {"compiled": "torch.compile", "two kernels": "two kernels"}
+FEW = 1024  # tokens; x of more is several times as large as L2
+SIZES = f"up to {FEW} tokens", f"more than {FEW} tokens"
 RESOURCES = {
     "issue_slots": "issue slots",
     "tensor": "tensor cores",
@@ -56,18 +66,95 @@ def prologues_table() -> str:
 
 
 def layer_table() -> str:
-    """Microseconds of the second half of an MLP."""
+    """Microseconds of the second half of an MLP, what one kernel saves, and one kernel beside torch.compile."""
     if (data := files.read_json(files.LAYER)) is None:
         return files.NO_DATA
     us = {(row["model"], row["layer"], row["tokens"]): row["us"] for row in data["rows"]}
     table = [
-        [model, title, *(f"{us[model, layer, tokens]:.1f}" for tokens in TOKENS)]
+        [model, title, *(f"{us[key]:.1f}" if key in us else "–" for key in keys)]
         for model in dict.fromkeys(model for model, *_ in us)
         for layer, title in LAYERS.items()
+        if us.keys() & (keys := [(model, layer, tokens) for tokens in TOKENS])
     ]
     versions = data["versions"]
-    with_these = f"On an {versions['device']}, PyTorch {versions['torch']}; microseconds by tokens:"
-    return f"{with_these}\n\n{grid('ll' + 'r' * len(TOKENS), ['model', 'layer', *TOKENS], table)}"
+    parts = [
+        f"On an {versions['device']}, PyTorch {versions['torch']}; microseconds by tokens:",
+        grid("ll" + "r" * len(TOKENS), ["model", "layer", *TOKENS], table),
+        "How many times as fast one kernel is, the geometric mean and the range over models and tokens:",
+        _saved(us),
+        f"![Microseconds of a layer of {SHOWN} by tokens](assets/{files.LAYER_PICTURE.name})",
+        *_chains(data.get("chains", [])),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def layer_times(data: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Title of a layer with a product → tokens → microseconds, of the model in the picture.
+
+    data: the content of `layer_h100.json`."""
+    rows = [row for row in data["rows"] if row["model"] == SHOWN]
+    products = {layer: title for layer, title in LAYERS.items() if any("product" in row["pieces"] for row in rows)}
+    times = {
+        title: {row["tokens"]: row["us"] for row in rows if row["layer"] == layer and "product" in row["pieces"]}
+        for layer, title in products.items()
+    }
+    return {title: dict(sorted(of.items())) for title, of in times.items() if of}
+
+
+def _saved(us: Mapping[tuple[str, str, int], float]) -> str:
+    """How many times as fast one kernel makes a layer, over models and tokens."""
+    table = []
+    for title, (two, one) in ONE_KERNEL.items():
+        pairs = {tokens: [] for *_, tokens in us}
+        for (model, layer, tokens), time in us.items():
+            if layer == one and (model, two, tokens) in us:
+                pairs[tokens].append((us[model, two, tokens], time))
+        table.append([title, *_few_and_many(pairs)])
+    return grid("lrr", ["rotated and fused, beside rotated", *SIZES], table)
+
+
+def _chains(rows: list[dict[str, Any]]) -> Iterable[str]:
+    """One kernel beside other ways to compute SiLU·mul, a rotation and codes, in microseconds and in ratios."""
+    if not rows:
+        return
+    us = {(row["to"], row["block"], row["way"], row["tokens"]): row["us"] for row in rows}
+    counts = sorted({row["tokens"] for row in rows})
+    whats = list(dict.fromkeys((to, block) for to, block, *_ in us))
+    ways = {**WAYS, "fused": "one kernel"}
+    yield wrapped(
+        f"SiLU·mul, a rotation and codes for {rows[0]['model']}, without the product with the weight. torch.compile "
+        "makes one graph of all three, in which products with Hadamard matrices rotate (`examples/chains.py`). Two "
+        "kernels are SiLU·mul of torch.compile, then `rotate_quantize`. Microseconds by tokens:"
+    )
+    table = [
+        [to, block, title, *(f"{us[key]:.1f}" if key in us else "–" for key in keys)]
+        for to, block in whats
+        for way, title in ways.items()
+        if us.keys() & (keys := [(to, block, way, tokens) for tokens in counts])
+    ]
+    yield grid("lrl" + "r" * len(counts), ["to", "block n", "computed by", *counts], table)
+    yield "How many times as fast one kernel is, the geometric mean and the range over tokens:"
+    ratios = []
+    for to, block in whats:
+        row: list[object] = [to, block]
+        for way in WAYS:
+            both = {tokens: [(to, block, each, tokens) for each in (way, "fused")] for tokens in counts}
+            row += _few_and_many({tokens: [(us[a], us[b])] for tokens, (a, b) in both.items() if {a, b} <= us.keys()})
+        ratios.append(row)
+    titles = [f"as {title}, {size}" for title in WAYS.values() for size in SIZES]
+    yield grid("lr" + "r" * len(titles), ["to", "block n", *titles], ratios)
+
+
+def _few_and_many(pairs: Mapping[int, list[tuple[float, float]]]) -> list[str]:
+    """Of few tokens and of many: how many times as long the first of two times is, the geometric mean and the range.
+
+    pairs: tokens → pairs of times."""
+    found = []
+    for few in (True, False):
+        ratios = [a / b for tokens, each in pairs.items() if (tokens <= FEW) == few for a, b in each]
+        mean = f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–"
+        found.append(mean)
+    return found
 
 
 def decoder_table() -> str:

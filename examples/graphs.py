@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
@@ -11,23 +12,23 @@ import torch
 
 def milliseconds(call: Callable[[], Any], calls: int, replays: int) -> tuple[float, float, float]:
     """The time of one call: median and quartiles over replays of a graph of so many calls."""
+    torch.cuda.synchronize()  # because no other stream waits for what the current one still writes
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
-        stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(calls):
                 call()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         graph.replay()
-        times = []
-        for _ in range(replays):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+        # All replays are launched while the GPU works, so that no time of a launch is counted.
+        for event in events[:-1]:
+            event.record()
             graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / calls)
+        events[-1].record()
+        stream.synchronize()
+    times = [begin.elapsed_time(end) / calls for begin, end in pairwise(events)]
     low, _, high = quantiles(times, n=4)
     return median(times), low, high

@@ -28,6 +28,8 @@ from refresh_compared import compared_table
 from refresh_fleet import fleet_numbers
 from refresh_formats import accurate_codes_table
 from refresh_other_tables import invariant_table, knobs_table
+from refresh_pictures import draw_layer, fingerprint
+from refresh_prologues import layer_table, layer_times
 from refresh_reliability import PROMISES, promises_table
 from refresh_rotations import parts_table, products_table, rotations_table
 from refresh_speed_tables import REGIMES, numbers
@@ -338,6 +340,38 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     assert refresh.outdated() == []
     files.QUAROT.write_text(json.dumps(found | layer | {"layer": "other"}))
     assert refresh.outdated() == ["activations.svg"]
+
+
+def test_what_one_kernel_saves(documents: Path) -> None:
+    """Rows that were not measured are left out."""
+    us = {"fp8, rotated": 60.0, "fp8, fused": 50.0, "mxfp4, fused": 8.0}
+    rows = [
+        {"model": "Llama-3-8B", "tokens": tokens, "layer": layer, "us": tokens * time, "pieces": {part: {}}}
+        for tokens in (16, 4096)
+        for layer, time in us.items()
+        for part in ("codes" if "mxfp4" in layer else "product",)
+    ]
+    data = {"versions": {"device": "a GPU", "torch": "2"}, "rows": rows}
+    files.LAYER.write_text(json.dumps(data))
+    table = layer_table()
+    assert "| Llama-3-8B | FP8, rotated and fused | – | 800.0 | – | – | – | 204800.0 |" in table
+    assert "| FP8 | 1.20 (1.20 to 1.20) | 1.20 (1.20 to 1.20) |\n| MXFP4 codes | – | – |" in table
+    assert "torch.compile" not in table
+    assert "layer.svg" in refresh.outdated()
+    chain = {"model": "Llama-3-8B", "to": "nvfp4", "block": 16}
+    times = {("compiled", 16): 4.0, ("compiled", 64): 9.0, ("fused", 16): 1.0, ("fused", 64): 1.0}
+    chains = [chain | {"way": way, "tokens": tokens, "us": time} for (way, tokens), time in times.items()]
+    files.LAYER.write_text(json.dumps(data | {"chains": chains}))
+    table = layer_table()
+    assert "| nvfp4 | 16 | torch.compile | 4.0 | 9.0 |\n| nvfp4 | 16 | one kernel | 1.0 | 1.0 |" in table
+    assert "| nvfp4 | 16 | 6.00 (4.00 to 9.00) | – | – | – |" in table
+    files.LAYER.write_text(json.dumps(data))
+    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
+    draw_layer(layer_times(data), files.LAYER_PICTURE, fingerprint(files.LAYER))
+    picture = "".join(ElementTree.fromstring(files.LAYER_PICTURE.read_bytes()).itertext())
+    assert "FP8, rotated and fused" in picture
+    assert "MXFP4" not in picture
+    assert "layer.svg" not in refresh.outdated()
 
 
 def test_what_limits_rotations(documents: Path) -> None:

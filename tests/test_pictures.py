@@ -37,7 +37,9 @@ def test_a_chart_is_legible_on_light_and_on_dark_pages(color: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "picture", [files.PICTURE, files.SEARCH_PICTURE, files.ACTIVATIONS_PICTURE], ids=lambda path: path.stem
+    "picture",
+    [files.PICTURE, files.SEARCH_PICTURE, files.ACTIVATIONS_PICTURE, files.LAYER_PICTURE],
+    ids=lambda path: path.stem,
 )
 def test_a_picture_is_legible_on_light_and_on_dark_pages(picture: Path) -> None:
     colors = set(re.findall("#[0-9a-f]{6}", picture.read_text(encoding="utf-8")))

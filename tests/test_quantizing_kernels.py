@@ -293,25 +293,76 @@ def test_plans_compute_the_transform(key: str) -> None:
         assert np.allclose(interpret(plan, x, 0.3, operands), transform(problem, x, 0.3, operands))
 
 
-def test_rotated_values() -> None:
+@pytest.fixture(scope="module")
+def rotating() -> list[tuple[Problem, Source, HostModule]]:
     problems = [Problem.parse(key) for key in CASES]
     kernels = [source(problem, **knobs) for problem, knobs in zip(problems, CASES.values(), strict=True)]
     module = compile_host(kernels)
+    return [(problem, kernel, module) for problem, kernel in zip(problems, kernels, strict=True)]
+
+
+def operands_for(problem: Problem) -> dict[str, Any]:
+    return verification_operands(problem) if problem.transform.signed or problem.order > 1 else {}
+
+
+def columns_for(problem: Problem) -> int:
+    columns = max(problem.unit, 1024 if problem.n == 4096 else 512)
+    return -(-columns // problem.unit) * problem.unit
+
+
+def test_rotated_values(rotating: list[tuple[Problem, Source, HostModule]]) -> None:
     numbers = np.random.default_rng(0)
-    for problem, kernel in zip(problems, kernels, strict=True):
+    for problem, kernel, module in rotating:
         dtype = TYPES[problem.io.input.value]
-        columns = max(problem.unit, 1024 if problem.n == 4096 else 512)
-        columns = -(-columns // problem.unit) * problem.unit
+        columns = columns_for(problem)
         rows = 1 + 3 * kernel.launch.tile_elements // columns
         x = torch.zeros(rows, columns)
         places = torch.from_numpy(numbers.integers(0, columns, (rows, 6)))
         x.scatter_(1, places, torch.from_numpy(numbers.integers(-15, 16, (rows, 6)).astype(np.float32)))
-        operands, exact = {}, x.double().numpy()
-        if problem.transform.signed or problem.order > 1:
-            operands = verification_operands(problem)
+        operands, exact = operands_for(problem), x.double().numpy()
         y = transform(problem, exact.reshape(-1, problem.n), 0.25, operands).reshape(rows, columns)
         found = emulated(problem, kernel, module, x.to(dtype), 0.25, **kernel_operands(problem, operands))
         check(problem, found, torch.from_numpy(y).float(), dtype)
+
+
+def in_the_middle(largest: int) -> torch.Tensor:
+    """Pairs of integers a > b that bfloat16 holds, such that (a - b) / (a + b) of the largest code is in the middle
+    between two codes: integers, or floats of three fraction bits."""
+    a, b = torch.meshgrid(torch.arange(1, 257), torch.arange(256), indexing="ij")
+    ratio = (a - b).double() * largest / (a + b)
+    ulp = ratio.clamp(min=2**-6).log2().floor().exp2() / 8 if largest == 448 else torch.ones(())
+    return torch.stack((a, b), -1)[(a > b) & ((ratio / ulp) % 1 == 0.5)]
+
+
+def test_codes_do_not_depend_on_other_groups(rotating: list[tuple[Problem, Source, HostModule]]) -> None:
+    """Not even values in the middle between two codes: NaN and infinity make their warp encode the longer way."""
+    changed = {}
+    for problem, kernel, module in rotating:
+        form, scale = problem.io.form, problem.n**-0.5
+        if max(kernel.launch.tile_elements, problem.unit) == form.group:
+            continue  # a block has one group
+        columns = problem.unit if form.by_head else columns_for(problem)
+        largest = 127 if form.element is Element.INT8 else 448
+        pairs = in_the_middle(largest)
+        pairs = pairs[:: 1 + (len(pairs) * problem.unit >> 15)]  # fewer of long rows
+        of_row = columns // problem.unit
+        rows = max(1 + 2 * kernel.launch.tile_elements // columns, -(-2 * len(pairs) // of_row))
+        x = torch.zeros(rows * of_row, problem.unit // problem.n, problem.n)
+        mine = pairs[torch.arange(len(x)) // 2 % len(pairs)]
+        x[..., : min(problem.n, 2)] = mine[:, None, : problem.n]
+        amax = mine.sum(-1) * scale if form.by_head else None
+        of_call = amax if amax is None or form.rule == "fa3" else amax / largest
+        among = x.clone() if form.by_head else x.index_fill(0, torch.arange(0, len(x), 2), torch.nan)
+        given_among = None if of_call is None else of_call.index_fill(0, torch.arange(0, len(x), 2), torch.inf)
+        operands = kernel_operands(problem, operands_for(problem))
+        alone, other = (
+            emulated(problem, kernel, module, each.view(rows, columns).to(dtype), scale, given, **operands)
+            for dtype in [TYPES[problem.io.input.value]]
+            for each, given in ((x, of_call), (among, given_among))
+        )
+        apart = alone[0].view(torch.uint8) != other[0].view(torch.uint8)
+        changed[problem.key] = int(apart.view(len(x), -1)[1::2].sum())
+    assert {key: count for key, count in changed.items() if count} == {}
 
 
 def test_few_accurate_codes_differ_from_those_of_exact_values() -> None:

@@ -76,15 +76,24 @@ struct Divisor {
         const float about = product(x, reciprocal);
         return fma(-fma(about, value, -x), reciprocal, about);  // in this order a zero keeps its sign
     }
-    // Both times a power of two, so that what counts is not subnormal.
+    HADAGEN_INLINE float exact(float x) const;
+};
+// Both times a power of two, so that what counts is not subnormal.
+struct Longer {
+    float power, by, inverse;
     HADAGEN_INLINE float exact(float x) const {
-        const float power = value < 0x1p-60f ? 0x1p90f : value > 0x1p60f ? 0x1p-60f : 1.0f;
-        const float by = product(value, power), inverse = reciprocal_of(by);
         const float size = product(x, power), about = product(size, inverse);
         const bool is_exact = by == 0.0f || !is_finite(by) || !is_finite(about);
         return is_exact ? about : fma(-fma(about, by, -size), inverse, about);
     }
 };
+template <class D> HADAGEN_INLINE const D& longer_of(const D& one) { return one; }
+HADAGEN_INLINE Longer longer_of(const Divisor& one) {
+    const float power = one.value < 0x1p-60f ? 0x1p90f : one.value > 0x1p60f ? 0x1p-60f : 1.0f;
+    const float by = product(one.value, power);
+    return {power, by, reciprocal_of(by)};
+}
+HADAGEN_INLINE float Divisor::exact(float x) const { return longer_of(*this).exact(x); }
 HADAGEN_INLINE Divisor divide_by(float value, u32 bits) { return {bits, value, reciprocal_of_usual(value)}; }
 HADAGEN_INLINE Divisor divide_by(float value) { return divide_by(value, as_word(value)); }
 template <class D> HADAGEN_INLINE D quick_of(const D& one) { return one; }
@@ -156,13 +165,15 @@ template <int count, class Make> HADAGEN_INLINE auto all_scales(Make make) {
 // ---- codes --------------------------------------------------------------------------------------------------
 // `four`: codes of four values, a byte each; bytes may have other bits in their upper halves where codes have four. `quick`:
 // the same of what `plain` gives, which is near the range of the codes. `instead`: the value to encode where x, scaled,
-// may be none. Values are `unit` times what codes stand for.
+// may be none. Values are `unit` times what codes stand for. `as_quick`: a value of which `four` makes the code that
+// `quick` makes of x times a factor.
 struct E4m3 {
     enum : int { bits = 8 };
     static HADAGEN_INLINE float unit() { return 1.0f; }
     static HADAGEN_INLINE u32 four(const float* v) { return pack_e4m3(v[0], v[1]) | pack_e4m3(v[2], v[3]) << 16; }
     static HADAGEN_INLINE u32 quick(const float* v) { return four(v); }
     static HADAGEN_INLINE float instead(float, float scaled) { return scaled; }
+    static HADAGEN_INLINE float as_quick(Times by, float x) { return by.plain(x); }
 };
 // These have no code for NaN and infinity: NaN becomes 0, and an infinity the largest.
 struct NoNan {
@@ -171,6 +182,7 @@ struct NoNan {
         const float value = is_infinite(x) ? x : scaled;
         return is_nan(value) ? 0.0f : value;
     }
+    static HADAGEN_INLINE float as_quick(Times by, float x) { return by.plain(x); }
 };
 struct E2m1 : NoNan {
     enum : int { bits = 4 };
@@ -191,6 +203,7 @@ struct E2m1 : NoNan {
 // codes may count as in the middle. All of it is sums and products of two values at once.
 struct E2m1Near : E2m1 {
     static HADAGEN_INLINE float unit() { return 0.5f; }
+    static HADAGEN_INLINE float as_quick(Times by, float x) { return product(by.plain(x), 2.0f); }
     static HADAGEN_INLINE u32 four(const float* v) {
         float near[4];
 #pragma unroll
@@ -236,6 +249,7 @@ struct Int8Near : Int8<false> {
         const u32 sums[4] = {as_word(v[0]), as_word(v[1]), as_word(v[2]), as_word(v[3])};
         return low_bytes(sums);
     }
+    static HADAGEN_INLINE float as_quick(Times by, float x) { return sum(by.plus(x, 0x1.8p23f), -0x1.8p23f); }
 };
 template <bool lowest> struct Int4 : Integer<lowest ? -8 : -7, 7> {
     enum : int { bits = 4 };
@@ -249,6 +263,15 @@ template <class T, bool lowest> struct Int4Rounded : Int4<lowest> {
         return even_bytes(add<T>(pack<T>(v[0], v[1]), middle), add<T>(pack<T>(v[2], v[3]), middle));
     }
 };
+
+// The value to encode where some group of the warp is not quick. In a group that is, its code is the one that the quick way
+// gives, so that it depends on no other group.
+template <class Code, class D>
+HADAGEN_INLINE float among_others(const D& one, float x, float scaled, float scale_of_code) {
+    const auto longer = longer_of(one);
+    if (is_quick(one, scale_of_code)) return Code::as_quick(quick_of(one, scale_of_code), x);
+    return Code::instead(scaled, longer.exact(scaled));
+}
 
 // Lane pairs exchange codes: of two times two words, the one gets the first and the other the second of both.
 HADAGEN_INLINE void swap_fours(u32 (&fours)[2], u32 mask) {

@@ -244,6 +244,14 @@ class Quantize(Store):
             return "at" if turned else "at % 2 * 2 + at / 2"
         return "2 * part + at % 2 + at / 2 * 4" if turned else "part + 2 * at"
 
+    def _rounds_otherwise(self, form: Format) -> bool:
+        """Whether the quick way may give another last bit than the longer one, as it multiplies by a reciprocal instead
+        of dividing, or as it multiplies the scale of the call by the factor of a group first."""
+        if form.rule == "exact" and form.scale == "float32":  # a `Divisor` of codes.cuh
+            return True
+        power_of_two = form.rule == "power_of_two" or (form.scale == "e8m0" and form.rule != "qutlass")
+        return self.folds and not power_of_two
+
     def cost(self, plan: Draft, carrier: str) -> Cost:
         form = plan.problem.io.form
         assert form is not None
@@ -297,6 +305,8 @@ class Quantize(Store):
             "group_at": _first_of_group(groups, coordinates) or "0",
             "row_of_group": _first_of_group(groups, rows) if rows else "",
             "shared_mask": sum(digit.stride for digit in groups.shared),
+            # Whether a warp has several groups, and the longer way rounds the values of those that are quick otherwise.
+            "mixed": near and self._rounds_otherwise(form) and (groups.kept > 1 or bool(groups.other_lanes)),
             # The bits of lanes that make the scale of group g.
             "lane_of_group": scatter("g", {of_g[of]: digit for digit, of in handed.items()}),
             "alone": " && ".join(filter(None, first)),
