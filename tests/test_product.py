@@ -123,12 +123,18 @@ CHOICES = [
     Choice("n1536-k12-real-float16-fast", 0, 4),
     Choice("n384-k12-real-signed-float16-accurate", 2, 3, rows=8),
     Choice("n8192-k128-real-bfloat16-accurate", 0, 3, products="in_turns"),
+    Choice("n4096-k64-c64-real-bfloat16-accurate", 0, 3),
+    Choice("n1792-k28-c64-real-signed-float16-fast", 0, 2, rows=2),
+    Choice("n1536-k12-c128-real-signed-bfloat16-accurate", 0, 4),
+    Choice("n5120-k20-c256-real-float16-accurate", 0, 2),
 ]
 # Each has one more rounding: that of the entries of the matrix.
 ROUNDED = [
     Choice("n11008-k172-real-signed-bfloat16-fast", 0, 3),
     Choice("n12288-k96-real-float16-fast", 1, 2),
     Choice("n1536-k192-real-bfloat16-fast", 0, 4, rows=8),
+    Choice("n4096-k64-c64-real-signed-bfloat16-fast", 0, 2, products="alone"),  # of the second one
+    Choice("n5120-k80-c64-real-bfloat16-fast", 0, 2),
 ]
 CHOICES += [
     *(replace(each, products="alone") for each in CHOICES if each.products == "together"),
@@ -139,6 +145,7 @@ CHOICES += [
     Choice("n1536-k12-signed-float16-fast", 1, 1, products="alone", cluster=2),
     Choice("n14336-k28-bfloat16-accurate", 3, 1, products="alone", cluster=4),
     Choice("n4096-k64-real-signed-bfloat16-accurate", 0, 1, products="alone", cluster=4),
+    Choice("n10240-k80-c128-real-signed-float16-accurate", 0, 1, products="alone", cluster=2),
 ]
 QUANTIZING = [
     Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3),
@@ -170,6 +177,9 @@ QUANTIZING = [
     Choice("n2560-k20-real-signed-float16-to-int8_row_2560-accurate", 1, 2),
     Choice("n4096-k32-real-bfloat16-to-mxfp4_32-accurate", 0, 3),
     Choice("n5120-k160-real-signed-bfloat16-to-int8_row_5120-fast", 0, 2, rows=2),
+    Choice("n4096-k64-c64-real-signed-bfloat16-to-int8_row_4096-accurate", 0, 3),
+    Choice("n1792-k28-c64-real-float16-to-fp8_row_1792-accurate", 0, 2),
+    Choice("n1536-k12-c128-real-bfloat16-to-mxfp4_32-fast", 0, 3, rows=2),
 ]
 QUANTIZING += [
     *(replace(each, products="alone") for each in QUANTIZING if each.products == "together"),
@@ -292,7 +302,10 @@ def test_codes_and_scales_are_those_of_the_quantizer(choice: Choice, module: Hos
         # In one piece; and values near the middle between two codes of E2M1 may count as in the middle.
         is_coarse = problem.io.numerics is Numerics.FAST or problem.io.form.element is Element.E2M1  # type: ignore[union-attr]
         parts = 16 if is_coarse else 128
-        operands["matrix"] = np.round(parts * operands["matrix"]) / parts
+        if problem.transform.paired:  # whose products have the bits of both
+            parts = 4 if is_coarse else 16
+        for name in {"matrix", "right_matrix"} & set(operands):
+            operands[name] = np.round(parts * operands[name]) / parts
     exact = transform(problem, x.double().numpy().reshape(-1, problem.n), 0.25, operands)
     y = torch.from_numpy(exact).float().view(rows, columns)
     check(problem, emulated(problem, source, module, x.to(dtype), 0.25, **kernel_operands(problem, operands)), y, dtype)
