@@ -134,7 +134,7 @@ ROUNDED = [
     Choice("n12288-k96-real-float16-fast", 1, 2),
     Choice("n1536-k192-real-bfloat16-fast", 0, 4, rows=8),
     Choice("n4096-k64-c64-real-signed-bfloat16-fast", 0, 2, products="alone"),  # of the second one
-    Choice("n5120-k80-c64-real-bfloat16-fast", 0, 2),
+    Choice("n9216-k144-c64-real-bfloat16-fast", 0, 2),
 ]
 CHOICES += [
     *(replace(each, products="alone") for each in CHOICES if each.products == "together"),

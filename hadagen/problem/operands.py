@@ -89,9 +89,9 @@ def _random_matrix(problem: Problem, units: int, random: np.random.Generator) ->
 
 
 # ---- the second of two matrices --------------------------------------------------------------------------------------
-# C has `PIECES` tables of bfloat16, whatever the type of x, because products with A have the range of fp32. The bytes of
-# a left operand of 16 rows of C are those of two right operands, of its transpose. The rows of C, which are columns of
-# the result, are in such an order that a thread gets eight neighbors.
+# C has `PIECES` tables of bfloat16, whatever the type of x, because products with A have the range of fp32. The bytes
+# of a left operand of 16 rows of C are those of two right operands, of its transpose. The rows of C, which are columns
+# of the result, are in such an order that a thread gets eight neighbors.
 def pack_right(matrix: torch.Tensor) -> torch.Tensor:
     """The bytes that a kernel takes for C, a matrix [M, M] of real numbers, uint8 [4 · M²] on its device."""
     return pack_real(matrix[rows_of_right(len(matrix))], DType.BFLOAT16)

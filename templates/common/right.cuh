@@ -8,11 +8,10 @@ namespace hadagen {
 // f = F · Cᵀ · scale, for a warp with 16 rows of F, by mma. f has sums as `multiply_boxes` leaves them: of each eight columns
 // a thread has two neighbors, in two rows. In the result, a thread has eight neighbors of each 32 columns instead. If F has
 // more than `length` columns, C multiplies each `length` of them.
-// entries: `hadagen.problem.operands.pack_right` of C. products: 3, or 2 of the first piece of C alone. kept: shared memory of
-// the warp, for 64 · `length` bytes of operands if f cannot hold them beside the result; else null.
-template <u32 length, u32 products, int count>
+// entries: `hadagen.problem.operands.pack_right` of C. products: 3, or 2 of the first piece of C alone. kept: where the warp
+// `keeps` operands of F in shared memory, 64 · `length` bytes; else null.
+template <u32 length, u32 products, bool keeps, int count>
 HADAGEN_INLINE void multiply_right(float (&f)[count], const byte* entries, byte* kept, float scale) {
-    constexpr bool keeps = length > 128;
     constexpr u32 parts = length / 16, table = 2 * length * length, rows = 2 * count / length;
     constexpr u32 together = keeps ? 4 : 2;  // of 16 columns of the result, so that few mma wait for the one before
     const u32 lane = thread_index() & 31u;
@@ -41,7 +40,7 @@ HADAGEN_INLINE void multiply_right(float (&f)[count], const byte* entries, byte*
             float sums[2 * together][4];
 #pragma unroll
             for (u32 i = 0; i < 8 * together; ++i) sums[i / 4][i % 4] = 0.0f;
-#pragma unroll
+#pragma unroll(keeps ? 2 : parts)
             for (u32 k = 0; k < parts; ++k) {
                 if (keeps) {
                     const Vec16 first = shared_load16(own + 1024 * k), second = shared_load16(own + 1024 * k + 512);

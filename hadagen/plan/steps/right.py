@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from hadagen.plan.steps.values import TileValues
 
 _SIDE = 16  # columns of A · X, and rows of C, in an operand of an mma
-_MOST_HELD = 128  # columns of which a thread has both the values and their products with C
+# Columns of which registers have both the values and their products with C, and rows of A whose operands they have too.
+_MOST_COLUMNS, _MOST_ROWS = 128, 128
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,12 @@ class RightProduct(Step):
     """
 
     name = "RightProduct"
-    labels = "bits products scales"
+    labels = "bits products scales keeps"
 
     bits: int  # of a column
     products: int
     scales: bool
+    keeps: bool  # whether operands of the values lie in shared memory, so that registers have the products alone
 
     template = "right.cu.j2"
     header = "right.cuh"
@@ -51,7 +53,8 @@ class RightProduct(Step):
         # a prologue gives. Values of float16 have more bits than a bfloat16 has.
         may_round = problem.io.numerics is Numerics.FAST and problem.io.input is DType.BFLOAT16
         rounds = may_round and problem.order <= FEW_ROWS and not (problem.prologue and problem.may_round_within)
-        return cls(problem.bits, 2 if rounds else 3, scales)
+        keeps = problem.length > _MOST_COLUMNS or problem.order > _MOST_ROWS
+        return cls(problem.bits, 2 if rounds else 3, scales, keeps)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -73,11 +76,6 @@ class RightProduct(Step):
     def parts(self) -> int:
         """Operands of 16 columns in a row."""
         return self.length // _SIDE
-
-    @property
-    def keeps(self) -> bool:
-        """Whether operands of the values lie in shared memory, because registers hold the products alone."""
-        return self.length > _MOST_HELD
 
     def regions(self, plan: Draft) -> Iterator[Region]:
         if self.keeps:
@@ -120,12 +118,11 @@ class RightProduct(Step):
         )
 
     def sentence(self, bits: str) -> str:
-        return f"second matrix, {self.products} products, in place of bits {bits}{', times the scale' * self.scales}"
+        return f"second matrix in place of bits {bits}, {self.products} products{', times the scale' * self.scales}"
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         return {
             "length": self.length,
-            "keeps": self.keeps,
             "kept_bytes": self.kept_bytes,
             "kept_at": plan.footprint.offset("operands") if self.keeps else 0,
         }
