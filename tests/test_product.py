@@ -35,6 +35,7 @@ from hadagen.plan.plan import Plan, interpret
 from hadagen.plan.space import Space, build_plan
 from hadagen.plan.steps.base import roundings
 from hadagen.plan.steps.product import PRODUCT_COLUMNS, BoxProduct, Product, WarpProduct
+from hadagen.plan.steps.right import RightProduct
 from hadagen.problem.bits import decode
 from hadagen.problem.formats import Element
 from hadagen.problem.launch import Source
@@ -426,12 +427,28 @@ def test_kernels_for_a_real_matrix_multiply_by_it_first(order: int, numerics: st
         ("n48-k12-real-float16-accurate", "sm90"),
         ("n4096-k64-real-float32-accurate", "sm90"),
         ("n4096-k64-real-float16-fast", "sm75"),
+        ("n4096-k64-c64-real-float16-fast", "sm75"),
+        ("n24576-k192-c128-real-bfloat16-accurate", "sm89"),  # more than the shared memory holds
     ],
 )
 def test_other_real_matrices_have_no_kernel(key: str, arch: str) -> None:
     problem = Problem.parse(key)
     assert Space(problem, load_arch(arch)).seeds() == []
     assert closest_recipe(problem, knobs_key(Knobs().to_dict()), arch) is None
+
+
+@pytest.mark.parametrize("order", [12, 100, 192])
+@pytest.mark.parametrize(("dtype", "numerics"), [("bfloat16", "accurate"), ("bfloat16", "fast"), ("float16", "fast")])
+def test_kernels_for_two_matrices_round_one_of_them_at_most(order: int, dtype: str, numerics: str) -> None:
+    problem = Problem.of(64 * order, dtype, numerics, order=order, real=True, paired=True)
+    space = Space(problem, ARCH)
+    assert {(knobs.first, knobs.fold, knobs.products == "ahead") for knobs in space.legal} == {(MATRIX_FIRST, 0, False)}
+    for plan in (build_plan(problem, knobs, ARCH) for knobs in space.seeds()):
+        (right,) = (step for step in plan.steps if isinstance(step, RightProduct))
+        assert isinstance(plan.tile, BoxProduct)
+        rounds = numerics == "fast" and order > 64, (numerics, dtype) == ("fast", "bfloat16") and order <= 64
+        assert (plan.tile.pieces(plan) == 1, right.products == 2) == rounds
+        assert right.keeps == (order > 128)
 
 
 @pytest.mark.parametrize(
@@ -449,10 +466,23 @@ def test_two_pieces_keep_the_entries(dtype: DType, step: float, least: float) ->
         assert 0.7 < matrix.double().norm() / len(matrix) ** 0.5 < 1.42
 
 
-@pytest.mark.parametrize("key", ["n4096-real-float16-fast", "n4096-k64-signed-real-float16-fast"])
-def test_a_key_says_real_behind_the_order(key: str) -> None:
+@pytest.mark.parametrize(
+    "key",
+    [
+        "n4096-real-float16-fast",
+        "n4096-k64-signed-real-float16-fast",
+        "n4096-k64-c64-float16-fast",
+        "n4096-k64-c128-real-float16-fast",
+        "n4096-c64-real-float16-fast",
+        "n2048-k64-c32-real-float16-fast",
+    ],
+)
+def test_a_key_says_real_behind_the_orders(key: str) -> None:
     with pytest.raises(UsageError):
         Problem.parse(key)
+    pair = Problem.parse("n4096-k64-c64-real-signed-float16-fast")
+    assert pair.parent == Problem.parse("n4096-k64-c64-real-float16-fast")
+    assert pair.parent.parent == Problem.parse("n4096-k64-real-float16-fast")
     assert Problem.parse("n4096-k64-real-signed-float16-fast").parent == Problem.parse("n4096-k64-real-float16-fast")
     assert Problem.parse("n4096-k64-real-float16-fast").parent == Problem.parse("n4096-k64-float16-fast")
 
