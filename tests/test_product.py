@@ -39,8 +39,15 @@ from hadagen.plan.steps.right import RightProduct
 from hadagen.problem.bits import decode
 from hadagen.problem.formats import Element
 from hadagen.problem.launch import Source
-from hadagen.problem.operands import LIFT, kernel_operands, pack_real, verification_operands
-from hadagen.problem.problem import ACCURATE_BOUND, DType, Numerics, Problem
+from hadagen.problem.operands import (
+    LIFT,
+    kernel_operands,
+    pack_real,
+    pack_right,
+    rows_of_right,
+    verification_operands,
+)
+from hadagen.problem.problem import ACCURATE_BOUND, RIGHT_ORDERS, DType, Numerics, Problem
 from hadagen.problem.regimes import Cache, element_buckets
 from hadagen.problem.target import known_archs
 from hadagen.problem.trial import knobs_key
@@ -435,6 +442,18 @@ def test_other_real_matrices_have_no_kernel(key: str, arch: str) -> None:
     problem = Problem.parse(key)
     assert Space(problem, load_arch(arch)).seeds() == []
     assert closest_recipe(problem, knobs_key(Knobs().to_dict()), arch) is None
+
+
+@pytest.mark.parametrize("order", RIGHT_ORDERS)
+def test_three_products_of_pieces_keep_16_bits(order: int) -> None:
+    values, matrix = torch.randn(2048, order, dtype=torch.float64), torch.randn(order, order, dtype=torch.float64)
+    first = values.bfloat16().double()
+    second = (values - first).bfloat16().double()
+    pieces = pack_right(matrix).view(torch.bfloat16).double().chunk(2)
+    c = [in_rows(piece, order)[rows_of_right(order).argsort()].T for piece in pieces]
+    exact = values @ matrix.T
+    for found, bound in ((first @ c[0] + second @ c[0] + first @ c[1], 2.0**-17), (values @ c[0], 2.0**-9)):
+        assert bound / 2 < (found - exact).norm() / exact.norm() < bound
 
 
 @pytest.mark.parametrize("order", [12, 100, 192])

@@ -27,7 +27,7 @@ class RightProduct(Step):
 
     Sums of a product by A lie in threads as the left operand of an mma does. Each sum is split into two bfloat16, which
     have the range of fp32, and together 16 significant bits. The first is multiplied by both pieces of C, and the
-    second by the first piece of C. What is left out is at most 2^-17 of a product. With two `products` instead of
+    second by the first piece of C. The error of all is less than 2^-17 of the result. With two `products` instead of
     three, both are multiplied by the first piece of C alone. Rows of C are packed in such an order that a thread ends
     with eight neighbors, so that nothing crosses lanes.
     """
