@@ -79,15 +79,22 @@ class RightProduct(Step):
 
     def regions(self, plan: Draft) -> Iterator[Region]:
         if self.keeps:
-            yield Region("operands", plan.warps * self.kept_bytes)
+            yield Region("operands", plan.warps * self.kept_bytes(plan))
 
-    @property
-    def kept_bytes(self) -> int:
+    def rows(self, plan: Draft) -> int:
+        """Rows of x, whose columns a warp has."""
+        return _SIDE * plan.eights // self.length
+
+    def at_once(self, plan: Draft) -> int:
+        """Rows of x that are multiplied by an operand of C that was read once."""
+        return 2 if self.rows(plan) > 1 and 2 * self.length <= _MOST_COLUMNS else 1
+
+    def kept_bytes(self, plan: Draft) -> int:
         """Bytes of the operands of a warp."""
-        return 2 * self.parts * WARP_VECTOR_BYTES
+        return 2 * self.at_once(plan) * self.parts * WARP_VECTOR_BYTES
 
     def more_registers(self, plan: Draft) -> int:
-        return 0 if self.keeps else self.length // 2
+        return 0 if self.keeps else self.at_once(plan) * self.length // 2
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if not isinstance(plan.tile, BoxProduct) or plan.tile.fold or self.bits != plan.problem.bits:
@@ -105,10 +112,9 @@ class RightProduct(Step):
         return self.name, self.products, self.scales
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        rows = _SIDE * plan.eights // self.length  # of x, whose columns a warp has
-        operands = rows * self.parts**2
-        loads = operands * (self.products - 1)  # of pieces of C, from L1
-        kept = rows * 2 * self.parts * (1 + self.parts // 4) if self.keeps else 0
+        operands = self.rows(plan) * self.parts**2
+        loads = operands * (self.products - 1) // self.at_once(plan)  # of pieces of C, from L1
+        kept = self.rows(plan) * 2 * self.parts * (1 + self.parts // 4) if self.keeps else 0
         mma = 2 * self.products * operands
         return Cost(
             instructions=mma + 2 * loads + kept + 8 * plan.words(FP32),
@@ -123,6 +129,7 @@ class RightProduct(Step):
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         return {
             "length": self.length,
-            "kept_bytes": self.kept_bytes,
+            "at_once": self.at_once(plan),
+            "kept_bytes": self.kept_bytes(plan),
             "kept_at": plan.footprint.offset("operands") if self.keeps else 0,
         }
