@@ -52,7 +52,7 @@ def test_one_kernel_is_as_exact_as_its_bound(n: int, order: int, numerics: str, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numerics", ["accurate", "fast"])
 @pytest.mark.parametrize(
-    ("n", "order"), [(4096, 64), (14336, 112), (8192, 64), (9472, 148), (5120, 20), (24576, 96), (896, 14)]
+    ("n", "order"), [(4096, 64), (14336, 112), (8192, 64), (9472, 148), (5120, 20), (24576, 96), (896, 14), (1024, 32)]
 )
 def test_one_kernel_multiplies_by_two_matrices(n: int, order: int, numerics: str, dtype: torch.dtype) -> None:
     r, x = pair(n, order), torch.randn(517, n, device="cuda", dtype=dtype)

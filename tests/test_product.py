@@ -133,6 +133,7 @@ CHOICES = [
     Choice("n8192-k128-real-bfloat16-accurate", 0, 3, products="in_turns"),
     Choice("n4096-k64-c64-real-bfloat16-accurate", 0, 3),
     Choice("n1792-k28-c64-real-signed-float16-fast", 0, 2, rows=2),
+    Choice("n384-k12-c32-real-bfloat16-accurate", 0, 3, rows=4),
     Choice("n1536-k12-c128-real-signed-bfloat16-accurate", 0, 4),
     Choice("n5120-k20-c256-real-float16-accurate", 0, 2),
 ]
@@ -493,7 +494,7 @@ def test_two_pieces_keep_the_entries(dtype: DType, step: float, least: float) ->
         "n4096-k64-c64-float16-fast",
         "n4096-k64-c128-real-float16-fast",
         "n4096-c64-real-float16-fast",
-        "n2048-k64-c32-real-float16-fast",
+        "n1024-k64-c16-real-float16-fast",
     ],
 )
 def test_a_key_says_real_behind_the_orders(key: str) -> None:

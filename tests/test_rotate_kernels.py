@@ -100,7 +100,7 @@ def test_one_kernel_does_all_of_it(rotation: Rotation, name: str, device: Emulat
         (signed(224, normal(28, 28)), torch.float32, ["n8-float32-accurate"]),
         (signed(1600, normal(200, 200)), HALF, ["n8-float32-accurate"]),
         (signed(512, [normal(4, 4), normal(8, 8)]), HALF, ["n16-float32-accurate"]),
-        (signed(128, [normal(4, 4), normal(32, 32)]), HALF, []),
+        (signed(128, [normal(8, 8), normal(16, 16)]), HALF, []),
         (Rotation(768, [normal(6, 6), normal(64, 64)]), HALF, ["n2-float32-accurate"]),
         (Rotation(12800, [normal(200, 200), normal(64, 64)]), HALF, []),
         (signed(224, "quarot"), torch.float32, ["n8-float32-accurate"]),

@@ -26,7 +26,7 @@ LEAST_LENGTH = 8
 # The greatest orders of a matrix of real numbers and of H for which there may be kernels.
 MAX_REAL_ORDER, MAX_REAL_LENGTH = 192, 2048
 # The orders of C, of two matrices of real numbers, for which there may be kernels.
-RIGHT_ORDERS = (64, 128, 256)
+RIGHT_ORDERS = (32, 64, 128, 256)
 # The least elements of a group with one scale: those of a vector of 8-bit codes.
 LEAST_GROUP = 16
 # Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
@@ -101,7 +101,8 @@ class Transform:
     and then quantized.
 
     Raises `UsageError` unless `length` is a power of two, of four if `swapped`, n is up to 131072, and `order` is from
-    1 to 428, 1 if `swapped`, and more than 1 if `real`; and unless `length` is 64, 128 or 256, and `real`, if `paired`.
+    1 to 428, 1 if `swapped`, and more than 1 if `real`; or if it is `paired`, but not `real`, or `length` is not 32,
+    64, 128 or 256.
     """
 
     n: int
