@@ -71,8 +71,13 @@ def check(x: torch.Tensor, of: RotateArguments) -> None:
         size = packed_size(of.orders[0])
         if is_real(of.matrices, of.orders):
             size = of.matrices.numel()
-    if is_pair(of.matrices, of.orders):
-        size = len(of.matrices)  # type: ignore[arg-type]
+    elif of.matrices is not None and is_packed(of.matrices):
+        size = of.matrices.numel()
+        if not is_pair(of.matrices, of.orders) or prod(of.orders) != of.n:
+            raise TensorError(
+                f"matrices is uint8 of the shape {tuple(of.matrices.shape)}, but no packed matrices of the orders "
+                f"{list(of.orders)} for n = {of.n} are; pass entries of another type"
+            )
     if of.matrices is None:
         if prod(of.orders) != 1:  # exported by earlier versions, it may be empty
             raise TensorError(f"matrices is None but the orders are {list(of.orders)}; pass their {size} entries")
@@ -113,7 +118,7 @@ def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> lis
     if is_real(matrices, orders):
         matrices = matrices[_pieces_size(orders[0]) :].view(_REAL[_real_sizes(orders[0]).index(len(matrices))])
     if is_pair(matrices, orders):
-        matrices = matrices[_pair_size(orders) :].view(_REAL[_pair_sizes(orders).index(len(matrices))])
+        matrices = matrices[_pair_size(orders) :].view(_REAL[_pair_sizes(orders).index(matrices.numel())])
     if is_packed(matrices):
         (order,) = orders
         entries = in_rows(matrices[: len(matrices) // 2], order)
@@ -163,7 +168,7 @@ def is_pair(matrices: torch.Tensor | None, orders: Sequence[int]) -> bool:
     """Whether it is two real matrices as kernels take them."""
     if matrices is None or not is_packed(matrices) or not may_have_paired(orders):
         return False
-    return len(matrices) in _pair_sizes(orders)
+    return matrices.numel() in _pair_sizes(orders)
 
 
 def _side(order: int) -> int:
