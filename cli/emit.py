@@ -111,16 +111,23 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
         f"  scale_word  {SCALE_WORDS[form].format(half=half)};",
         f"              0x{scale_word(launch.scale_form, n**-0.5):08x} makes the transform orthonormal"
         + (f", if rows of A have the norm {of.order}**0.5" if of.real else "")
+        + (f", and rows of C {of.length}**0.5" if of.paired else "")
         + (", if the matrix is Hadamard's" if of.has_matrix and not of.real else ""),
     ]
     if launch.reads_rows:
         lines.append("  columns, x_pitch, y_pitch  elements of a row, and between the starts of two rows")
     if of.has_matrix:
+        right = "transposed(C)" if of.paired else "H"
         lines += [
-            f"  matrix      device address of A: y = A X H, where X [{of.order}, {of.length}] is a row of x;",
+            f"  matrix      device address of A: y = A X {right}, where X [{of.order}, {of.length}] is a row of x;",
             "              hadagen.problem.operands.pack_real says how its entries lie there"
             if of.real
             else "              hadagen.problem.operands.ENTRY_BYTES says how its entries, -1, 0 and 1, lie there",
+        ]
+    if of.paired:
+        lines += [
+            "  right_matrix  device address of C;",
+            "              hadagen.problem.operands.pack_right says how its entries lie there",
         ]
     if of.signed:
         lines += [

@@ -40,7 +40,7 @@ Command = Callable[..., None]
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 # The parts of a key that leave out an order, or name a format as a caller does.
 _KEY = re.compile(
-    "(n([0-9]{1,9}))(-k[0-9]{1,9})?((?:-real)?(?:-swapped)?(?:-signed)?(?:-after-[a-z0-9_]+)?)(-[a-z]+[0-9]+)(?:-to-(.+?))?(-[a-z]+(?:-contiguous|-pitched)?)"
+    "(n([0-9]{1,9}))(-k[0-9]{1,9}(?:-c[0-9]{1,9})?)?((?:-real)?(?:-swapped)?(?:-signed)?(?:-after-[a-z0-9_]+)?)(-[a-z]+[0-9]+)(?:-to-(.+?))?(-[a-z]+(?:-contiguous|-pitched)?)"
 )
 _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no number
 

@@ -159,7 +159,8 @@ def operand_words(problem: Problem) -> list[str]:
     Two problems of equal n, types, numerics and rows have different words."""
     form, of = problem.io.form, problem.transform
     flags = ("real", "swapped", "signed")
-    operands = [f"K = {of.order}"] * of.has_matrix + [name for name in flags if getattr(of, name)]
+    matrices = [f"K = {of.order}"] * of.has_matrix + [f"C of order {of.length}"] * of.paired
+    operands = matrices + [name for name in flags if getattr(of, name)]
     if form is None:
         return operands
     longer = [f"in rows of {form.group}"] if form.group > problem.n and ROW in FORMATS[form.name].groups else []

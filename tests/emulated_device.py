@@ -13,7 +13,7 @@ from sample_trials import launch_for
 
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.launch import LaunchSpec, RowShape
-from hadagen.problem.operands import LIFT, PIECES
+from hadagen.problem.operands import LIFT, PIECES, rows_of_right
 from hadagen.problem.problem import DType, Problem, Rows, may_have_kernels
 from hadagen.problem.scale import ScaleForm
 from hadagen.runtime import calls, kernels, streams, tables
@@ -118,6 +118,8 @@ def read_operands(problem: Problem, operands: Mapping[str, int]) -> dict[str, An
     found: dict[str, Any] = {}
     pieces = PIECES * 2 if problem.transform.real else 1  # bytes of an entry
     sizes = {"matrix": pieces * packed_size(order) // 2, "signs_before": signs, "signs_after": signs}
+    if problem.transform.paired:
+        sizes["right_matrix"] = 2 * PIECES * problem.length**2
     for name, size in sizes.items():
         if address := operands.get(name, 0):
             assert address % 16 == 0
@@ -126,6 +128,10 @@ def read_operands(problem: Problem, operands: Mapping[str, int]) -> dict[str, An
         numbers = torch.from_numpy(found["matrix"].copy()).view(TORCH_DTYPE[problem.io.input]).double()
         entries = sum(in_rows(piece, order) for piece in numbers.chunk(PIECES))
         found["matrix"] = (entries / (1 << LIFT[problem.io.input])).numpy()
+        if problem.transform.paired:
+            numbers = torch.from_numpy(found["right_matrix"].copy()).view(torch.bfloat16).double()
+            entries = sum(in_rows(piece, problem.length) for piece in numbers.chunk(PIECES))
+            found["right_matrix"] = entries[rows_of_right(problem.length).argsort()].numpy()
     elif order > 1:
         found["matrix"] = unpack_matrices(torch.from_numpy(np.tile(found["matrix"], 2)), [order])[0].numpy()
     return found
@@ -156,7 +162,7 @@ class EmulatedDevice:
             return None
         if problem.order > 1 and (problem.io.input is DType.FLOAT32 or problem.n % 8 or problem.length in (2, 4)):
             return None
-        if problem.transform.real and not may_have_kernels(problem.order, problem.length):
+        if problem.transform.real and not (problem.transform.paired or may_have_kernels(problem.order, problem.length)):
             return None
         form = self.form if problem.may_round_often else ScaleForm.FP32
         spec = replace(launch_for(problem), scale_form=form)

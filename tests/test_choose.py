@@ -508,6 +508,12 @@ def test_miscalls_are_answered_with_what_is_wrong(arguments: Any, options: dict[
         ((Rotation(14336), "float16"), {}, "n14336-k28-float16-accurate", 12),
         ((Rotation(4096, signs=[1] * 128, block=128), "float16"), {}, "n128-signed-float16-accurate", 384),
         ((Rotation(4096, torch.randn(64, 64)), "float16"), {}, "n4096-k64-real-float16-accurate", 12),
+        (
+            (Rotation(8192, [torch.randn(64, 64), torch.randn(64, 64)], block=4096), "bfloat16"),
+            {"to": "int8-row"},
+            "n4096-k64-c64-real-bfloat16-to-int8_row_8192-accurate",
+            24,
+        ),
         ((128, "bfloat16"), {"to": "int8-row"}, "n128-bfloat16-to-int8_row_128-accurate", 12),
         ((128, "bfloat16"), {"to": "int8-row", "columns": 4096}, "n128-bfloat16-to-int8_row_4096-accurate", 384),
         ((Rotation(4096, block=64), "bfloat16"), {"to": "fp8-row"}, "n64-bfloat16-to-fp8_row_4096-accurate", 768),

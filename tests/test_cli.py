@@ -186,7 +186,7 @@ WRONG = {
         ("--problem n14336-signed-float16-fast", "n14336-k28-signed-float16-fast"),
         ("--problem n768-bfloat16-accurate", "n768-k24-bfloat16-accurate"),
         ("--problem n96-k12-float16-fast", "n96-k12-float16-fast"),
-        ("--problem n4096-k64-real-float16-fast", "n4096-k64-real-float16-fast"),
+        ("--problem n4096-k64-c64-real-float16-fast", "n4096-k64-c64-real-float16-fast"),
         ("--problem n128-bfloat16-to-int8-row-accurate", "n128-bfloat16-to-int8_row_128-accurate"),
         ("--problem n14336-bfloat16-to-fp8-row-fast", "n14336-k28-bfloat16-to-fp8_row_14336-fast"),
         ("--problem n128-bfloat16-to-int8_row_4096-accurate", "n128-bfloat16-to-int8_row_4096-accurate"),

@@ -349,6 +349,7 @@ def amax_used(x: torch.Tensor) -> Any:
 
 
 K, K12, REGULAR = Rotation(192), Rotation(12), Rotation(M, "regular")
+TWO_MATRICES, TWO_AND_H = (Rotation(n, [torch.eye(6) / 3, torch.full((64, 64), 0.5).tril()]) for n in (384, 768))
 # Name → a model, the shape of its arguments, and words of the reason.
 NOT_FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "another user of the product": (used_twice, [(4, 2 * M)], " uses mul"),
@@ -361,6 +362,7 @@ NOT_FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "float64 between": (in_float64, [(4, 2 * M)], "converted to another type"),
     "a transposed matrix": (lambda x: K.inverse(relu(x).square()), [(4, 192)], "inverse of a rotation with a matrix"),
     "a matrix alone": (lambda x: K12(relu(x).square()), [(4, 12)], "no kernel takes its matrix"),
+    "two matrices with an H": (lambda x: TWO_AND_H(relu(x).square()), [(4, 768)], "no kernel has its matrices"),
     "regular": (lambda x: REGULAR(relu(x).square()), [(4, M)], "no kernel exchanges bits"),
     "padded rows": (lambda x: hadamard_transform(relu(x).square()), [(4, 48)], "its rows are padded"),
     "short blocks": (lambda x: hadamard_transform(relu(x).square()), [(4, 4)], "less than 16 bytes"),
@@ -381,6 +383,13 @@ NOT_FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "rounded to float16": (lambda x: Q(R(x).half(), None).codes, [(4, M)], "rounded from torch.bfloat16"),
     "amax is used": (amax_used, [(4, M)], "uses values before"),
 }
+
+
+def test_two_matrices_are_fused() -> None:
+    x = normal(4, 384)
+    compiled = Compiled(lambda x: TWO_MATRICES(relu(x).square()))
+    assert torch.equal(compiled(x), TWO_MATRICES(x, before=Relu2(numerics=ONCE)))
+    assert "hadagen.rotate_after.default" in compiled.operators()
 
 
 @pytest.mark.parametrize("name", NOT_FUSED)

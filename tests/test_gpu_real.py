@@ -22,6 +22,12 @@ def rotation(n: int, order: int, norm: float = 1.0, *, signed: bool = False) -> 
     return Rotation(n, matrix, signs=signs).cuda()
 
 
+def pair(n: int, order: int) -> Rotation:
+    random = torch.Generator().manual_seed(order)
+    two = (torch.linalg.qr(torch.randn(k, k, generator=random, dtype=torch.float64)).Q for k in (order, n // order))
+    return Rotation(n, list(two)).cuda()
+
+
 def ran(problem: Problem) -> bool:
     return any(kind.problem == problem and kernel is not None for (kind, _), kernel in tables.found.items())
 
@@ -44,10 +50,28 @@ def test_one_kernel_is_as_exact_as_its_bound(n: int, order: int, numerics: str, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numerics", ["accurate", "fast"])
+@pytest.mark.parametrize(
+    ("n", "order"), [(4096, 64), (14336, 112), (8192, 64), (9472, 148), (5120, 20), (24576, 96), (896, 14), (1024, 32)]
+)
+def test_one_kernel_multiplies_by_two_matrices(n: int, order: int, numerics: str, dtype: torch.dtype) -> None:
+    r, x = pair(n, order), torch.randn(517, n, device="cuda", dtype=dtype)
+    problem = Problem.of(n, str(dtype).removeprefix("torch."), numerics, order=order, real=True, paired=True)
+    for call in (r, r.inverse):
+        y = call(x, numerics=numerics)
+        assert ran(problem)
+        assert float(relative_error(y, call(x.double()))) <= problem.error_bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("to", ["int8-row", "fp8-row", "mxfp4"])
-def test_codes_are_near_those_of_pytorch(to: str, dtype: torch.dtype) -> None:
-    r = rotation(4096, 64, signed=True)
+@pytest.mark.parametrize("paired", [False, True])
+def test_codes_are_near_those_of_pytorch(to: str, dtype: torch.dtype, paired: bool) -> None:
+    r = pair(4096, 64) if paired else rotation(4096, 64, signed=True)
     x = torch.randn(130, 4096, device="cuda", dtype=dtype)
     found, exact = rotate_quantize(x, r, to=to), rotate_quantize(r(x.float()), to=to)
-    assert any(kind.problem.transform.real and kind.problem.io.form for kind, _ in tables.found)
+    assert any(
+        kind.problem.transform.real and kind.problem.transform.paired is paired and kind.problem.io.form
+        for kind, _ in tables.found
+    )
     assert (found.codes.view(torch.uint8) != exact.codes.view(torch.uint8)).double().mean() < 1e-2

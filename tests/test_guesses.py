@@ -77,12 +77,17 @@ def problems(*keys: str) -> list[Problem]:
             "n4096-k64-real-float16-fast",
             ["n4096-k64-real-signed-float16-fast", "n4096-k64-float16-fast", "n8192-k64-real-float16-fast"],
         ),
+        (
+            "n4096-k64-c64-real-float16-fast",
+            ["n4096-k64-real-signed-float16-fast", "n4096-k64-float16-fast", "n8192-k64-c128-real-float16-fast"],
+        ),
     ],
 )
 def test_the_nearest_problem(wanted: str, known: list[str]) -> None:
     others = ["n256-float16-accurate", "n256-bfloat16-fast", "n256-float16-fast-pitched", "n3584-k28-float16-accurate"]
     others += ["n3584-k28-float16-fast"] if "-k" not in wanted else ["n256-float16-fast"]
     others += ["n3584-k28-real-float16-fast"] if "-real" not in wanted else []
+    others += ["n4096-k64-c64-real-float16-fast"] if "-c64" not in wanted else []
     found = nearest_problems(Problem.parse(wanted), problems(wanted, *reversed(known), *others))
     assert [each.key for each in found] == known
 

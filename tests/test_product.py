@@ -35,11 +35,19 @@ from hadagen.plan.plan import Plan, interpret
 from hadagen.plan.space import Space, build_plan
 from hadagen.plan.steps.base import roundings
 from hadagen.plan.steps.product import PRODUCT_COLUMNS, BoxProduct, Product, WarpProduct
+from hadagen.plan.steps.right import RightProduct
 from hadagen.problem.bits import decode
 from hadagen.problem.formats import Element
 from hadagen.problem.launch import Source
-from hadagen.problem.operands import LIFT, kernel_operands, pack_real, verification_operands
-from hadagen.problem.problem import ACCURATE_BOUND, DType, Numerics, Problem
+from hadagen.problem.operands import (
+    LIFT,
+    kernel_operands,
+    pack_real,
+    pack_right,
+    rows_of_right,
+    verification_operands,
+)
+from hadagen.problem.problem import ACCURATE_BOUND, RIGHT_ORDERS, DType, Numerics, Problem
 from hadagen.problem.regimes import Cache, element_buckets
 from hadagen.problem.target import known_archs
 from hadagen.problem.trial import knobs_key
@@ -129,12 +137,20 @@ CHOICES = [
     Choice("n24576-k12-bfloat16-accurate", 3, 1, products="streamed"),
     Choice("n384-k12-real-signed-float16-accurate", 2, 3, 8, "streamed"),
     Choice("n192-k12-float16-fast", 1, 1, 16, "streamed"),
+    Choice("n5120-k20-c256-real-float16-accurate", 0, 1, products="streamed"),
+    Choice("n4096-k64-c64-real-bfloat16-accurate", 0, 3),
+    Choice("n1792-k28-c64-real-signed-float16-fast", 0, 2, rows=2),
+    Choice("n384-k12-c32-real-bfloat16-accurate", 0, 3, rows=4),
+    Choice("n1536-k12-c128-real-signed-bfloat16-accurate", 0, 4),
+    Choice("n5120-k20-c256-real-float16-accurate", 0, 2),
 ]
 # Each has one more rounding: that of the entries of the matrix.
 ROUNDED = [
     Choice("n11008-k172-real-signed-bfloat16-fast", 0, 3),
     Choice("n12288-k96-real-float16-fast", 1, 2),
     Choice("n1536-k192-real-bfloat16-fast", 0, 4, rows=8),
+    Choice("n4096-k64-c64-real-signed-bfloat16-fast", 0, 2, products="alone"),  # of the second one
+    Choice("n9216-k144-c64-real-bfloat16-fast", 0, 2),
 ]
 CHOICES += [
     *(replace(each, products="alone") for each in CHOICES if each.products == "together"),
@@ -149,6 +165,7 @@ CHOICES += [
     Choice("n1536-k12-signed-float16-fast", 1, 1, products="alone", cluster=2),
     Choice("n14336-k28-bfloat16-accurate", 3, 1, products="alone", cluster=4),
     Choice("n4096-k64-real-signed-bfloat16-accurate", 0, 1, products="alone", cluster=4),
+    Choice("n10240-k80-c128-real-signed-float16-accurate", 0, 1, products="alone", cluster=2),
 ]
 QUANTIZING = [
     Choice("n1536-k12-signed-bfloat16-to-int8_row_1536-accurate", 1, 3),
@@ -184,6 +201,9 @@ QUANTIZING = [
     Choice("n11008-k172-bfloat16-to-mxfp8_32_swizzled-accurate", 0, 2, products="streamed"),
     Choice("n11008-k172-signed-bfloat16-to-mxfp4_32-accurate", 0, 1, products="streamed"),
     Choice("n192-k12-float16-to-fp8_head-accurate", 1, 1, 16, "streamed"),
+    Choice("n4096-k64-c64-real-signed-bfloat16-to-int8_row_4096-accurate", 0, 3),
+    Choice("n1792-k28-c64-real-float16-to-fp8_row_1792-accurate", 0, 2),
+    Choice("n1536-k12-c128-real-bfloat16-to-mxfp4_32-fast", 0, 3, rows=2),
 ]
 QUANTIZING += [
     *(replace(each, products="alone") for each in QUANTIZING if each.products == "together"),
@@ -308,7 +328,10 @@ def test_codes_and_scales_are_those_of_the_quantizer(choice: Choice, module: Hos
         # In one piece; and values near the middle between two codes of E2M1 may count as in the middle.
         is_coarse = problem.io.numerics is Numerics.FAST or problem.io.form.element is Element.E2M1  # type: ignore[union-attr]
         parts = 16 if is_coarse else 128
-        operands["matrix"] = np.round(parts * operands["matrix"]) / parts
+        if problem.transform.paired:  # whose products have the bits of both
+            parts = 4 if is_coarse else 16
+        for name in {"matrix", "right_matrix"} & set(operands):
+            operands[name] = np.round(parts * operands[name]) / parts
     exact = transform(problem, x.double().numpy().reshape(-1, problem.n), 0.25, operands)
     y = torch.from_numpy(exact).float().view(rows, columns)
     check(problem, emulated(problem, source, module, x.to(dtype), 0.25, **kernel_operands(problem, operands)), y, dtype)
@@ -423,12 +446,40 @@ def test_kernels_for_a_real_matrix_multiply_by_it_first(order: int, numerics: st
         ("n48-k12-real-float16-accurate", "sm90"),
         ("n4096-k64-real-float32-accurate", "sm90"),
         ("n4096-k64-real-float16-fast", "sm75"),
+        ("n4096-k64-c64-real-float16-fast", "sm75"),
+        ("n24576-k192-c128-real-bfloat16-accurate", "sm89"),  # more than the shared memory holds
     ],
 )
 def test_other_real_matrices_have_no_kernel(key: str, arch: str) -> None:
     problem = Problem.parse(key)
     assert Space(problem, load_arch(arch)).seeds() == []
     assert closest_recipe(problem, knobs_key(Knobs().to_dict()), arch) is None
+
+
+@pytest.mark.parametrize("order", RIGHT_ORDERS)
+def test_three_products_of_pieces_keep_16_bits(order: int) -> None:
+    values, matrix = torch.randn(2048, order, dtype=torch.float64), torch.randn(order, order, dtype=torch.float64)
+    first = values.bfloat16().double()
+    second = (values - first).bfloat16().double()
+    pieces = pack_right(matrix).view(torch.bfloat16).double().chunk(2)
+    c = [in_rows(piece, order)[rows_of_right(order).argsort()].T for piece in pieces]
+    exact = values @ matrix.T
+    for found, bound in ((first @ c[0] + second @ c[0] + first @ c[1], 2.0**-17), (values @ c[0], 2.0**-9)):
+        assert bound / 2 < (found - exact).norm() / exact.norm() < bound
+
+
+@pytest.mark.parametrize("order", [12, 100, 192])
+@pytest.mark.parametrize(("dtype", "numerics"), [("bfloat16", "accurate"), ("bfloat16", "fast"), ("float16", "fast")])
+def test_kernels_for_two_matrices_round_one_of_them_at_most(order: int, dtype: str, numerics: str) -> None:
+    problem = Problem.of(64 * order, dtype, numerics, order=order, real=True, paired=True)
+    space = Space(problem, ARCH)
+    assert {(knobs.first, knobs.fold, knobs.products == "ahead") for knobs in space.legal} == {(MATRIX_FIRST, 0, False)}
+    for plan in (build_plan(problem, knobs, ARCH) for knobs in space.seeds()):
+        (right,) = (step for step in plan.steps if isinstance(step, RightProduct))
+        assert isinstance(plan.tile, BoxProduct)
+        rounds = numerics == "fast" and order > 64, (numerics, dtype) == ("fast", "bfloat16") and order <= 64
+        assert (plan.tile.pieces(plan) == 1, right.products == 2) == rounds
+        assert right.keeps == (order > 128)
 
 
 @pytest.mark.parametrize(
@@ -446,10 +497,23 @@ def test_two_pieces_keep_the_entries(dtype: DType, step: float, least: float) ->
         assert 0.7 < matrix.double().norm() / len(matrix) ** 0.5 < 1.42
 
 
-@pytest.mark.parametrize("key", ["n4096-real-float16-fast", "n4096-k64-signed-real-float16-fast"])
-def test_a_key_says_real_behind_the_order(key: str) -> None:
+@pytest.mark.parametrize(
+    "key",
+    [
+        "n4096-real-float16-fast",
+        "n4096-k64-signed-real-float16-fast",
+        "n4096-k64-c64-float16-fast",
+        "n4096-k64-c128-real-float16-fast",
+        "n4096-c64-real-float16-fast",
+        "n1024-k64-c16-real-float16-fast",
+    ],
+)
+def test_a_key_says_real_behind_the_orders(key: str) -> None:
     with pytest.raises(UsageError):
         Problem.parse(key)
+    pair = Problem.parse("n4096-k64-c64-real-signed-float16-fast")
+    assert pair.parent == Problem.parse("n4096-k64-c64-real-float16-fast")
+    assert pair.parent.parent == Problem.parse("n4096-k64-real-float16-fast")
     assert Problem.parse("n4096-k64-real-signed-float16-fast").parent == Problem.parse("n4096-k64-real-float16-fast")
     assert Problem.parse("n4096-k64-real-float16-fast").parent == Problem.parse("n4096-k64-float16-fast")
 

@@ -19,6 +19,7 @@ READ = {
     "matrix": "n96-k12-float16-fast",
     "signs_before": "n96-k12-signed-float16-fast",
     "signs_after": "n64-signed-float32-accurate",
+    "right_matrix": "n384-k6-c64-real-float16-accurate",
 }
 
 

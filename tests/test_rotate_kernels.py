@@ -63,6 +63,8 @@ def ran(device: EmulatedDevice) -> list[str]:
         (signed(512, block=128), "n128-signed"),
         (signed(224, normal(28, 28)), "n224-k28-real-signed"),
         (Rotation(512, 1e-30 * torch.linalg.qr(normal(32, 32)).Q, block=256), "n256-k32-real"),
+        (signed(768, [normal(6, 6), normal(64, 64)], block=384), "n384-k6-c64-real-signed"),
+        (Rotation(512, [1e-30 * normal(4, 4), torch.eye(128).half()]), "n512-k4-c128-real"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -98,6 +100,9 @@ def test_one_kernel_does_all_of_it(rotation: Rotation, name: str, device: Emulat
         (signed(224, normal(28, 28)), torch.float32, ["n8-float32-accurate"]),
         (signed(1600, normal(200, 200)), HALF, ["n8-float32-accurate"]),
         (signed(512, [normal(4, 4), normal(8, 8)]), HALF, ["n16-float32-accurate"]),
+        (signed(128, [normal(8, 8), normal(16, 16)]), HALF, []),
+        (Rotation(768, [normal(6, 6), normal(64, 64)]), HALF, ["n2-float32-accurate"]),
+        (Rotation(12800, [normal(200, 200), normal(64, 64)]), HALF, []),
         (signed(224, "quarot"), torch.float32, ["n8-float32-accurate"]),
         (signed(688, "quarot"), HALF, ["n4-float32-accurate"]),  # 172 · 4 is above the largest order
         (signed(64, "regular"), HALF, ["n64-float16-accurate"]),
@@ -335,6 +340,7 @@ def test_functions_of_other_projects_take_these_kernels(device: EmulatedDevice) 
         (Rotation(64, -torch.eye(64) + torch.ones(64, 64).tril()), "n64-k64-float16-accurate"),
         (Rotation(512, signs=some_signs(512)), "n512-signed-float16-accurate"),
         (signed(1280, normal(20, 20)), "n1280-k20-real-signed-float16-accurate"),
+        (signed(1280, [normal(20, 20), normal(64, 64)]), "n1280-k20-c64-real-signed-float16-accurate"),
         (Rotation(256, torch.diag(2.0 ** torch.linspace(0, -8, 32))), "n256-k32-real-float16-accurate"),
     ],
 )
@@ -346,26 +352,32 @@ def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) 
     x = normal(5, problem.n, dtype=HALF)
     for transposed in (False, True):
         of = operands_of(rotation, x, 1.0)._replace(transposed=transposed)
-        size = packed_size(problem.order) * 4 // (2 if problem.transform.real else 8)
-        halves = of.matrices[: 2 * size].split(size) if of.matrices is not None else ()
-        arrays = {each.data_ptr(): each.numpy() for each in (*halves, of.signs, of.signs_after) if each is not None}
+        arrays = {each.data_ptr(): each.numpy() for each in (of.signs, of.signs_after) if each is not None}
         operands: dict[str, Any] = {name: arrays.get(value, value) for name, value in addresses(of, HALF).items()}
+        size = packed_size(problem.order) * 4 // (2 if problem.transform.real else 8)
+        for name in {"matrix", "right_matrix"} & set(operands) if of.matrices is not None else ():
+            first = operands[name] - of.matrices.data_ptr()
+            operands[name] = of.matrices.numpy()[first:][: size if name == "matrix" else 4 * problem.length**2]
         y = np.zeros(x.shape, np.uint16)
         module.run(source.entry, source.launch, x.numpy().view(np.uint16), y, scale=of.scale, operands=operands)
         m = rotation.matrix()
         assert same(torch.from_numpy(y.view(np.float16)), x.double() @ (m.T if transposed else m))
 
 
-@pytest.mark.parametrize("key", ["n640-k20-real-float16-accurate", "n640-k20-real-bfloat16-fast"])
+@pytest.mark.parametrize(
+    "key", ["n640-k20-real-float16-accurate", "n640-k20-real-bfloat16-fast", "n1280-k20-c64-real-bfloat16-accurate"]
+)
 def test_a_real_matrix_lies_where_kernels_read_it(key: str) -> None:
     problem = Problem.parse(key)
     dtype = TORCH_DTYPE[problem.io.input]
-    r, x = Rotation(640, normal(20, 20)), normal(1, 640, dtype=dtype)
+    matrices = [normal(20, 20), *[normal(64, 64)] * problem.transform.paired]
+    r, x = Rotation(problem.n, matrices), normal(1, problem.n, dtype=dtype)
     for transposed in (False, True):
         of = operands_of(r, x, 1.0)._replace(transposed=transposed)
-        given = unpack_matrices(of.matrices, of.orders)[0].double()
-        found = torch.from_numpy(read_operands(problem, addresses(of, dtype))["matrix"])
-        assert torch.allclose(found, given.T if transposed else given, rtol=2.0**-16, atol=0)
+        found = read_operands(problem, addresses(of, dtype))
+        for name, given in zip(("matrix", "right_matrix"), unpack_matrices(of.matrices, of.orders), strict=False):
+            wanted = given.double().T if transposed else given.double()
+            assert torch.allclose(torch.from_numpy(found[name]), wanted, rtol=2.0**-16, atol=0)
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------

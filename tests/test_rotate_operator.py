@@ -13,7 +13,7 @@ from test_runtime_operator import R, compiled
 from hadagen import Rotation
 from hadagen.errors import TensorError
 from hadagen.runtime.named import named_matrix, named_on, stored_matrix
-from hadagen.runtime.rotate_arguments import pack_signs
+from hadagen.runtime.rotate_arguments import pack_pair, pack_signs
 from hadagen.runtime.rotate_operator import ROTATE, RotateArguments
 from hadagen.runtime.rotation import operands_of
 
@@ -79,6 +79,14 @@ def test_fake_tensors_and_those_without_memory() -> None:
         ({"n": 20, "matrices": torch.ones(64), "orders": [8]}, "n = 20 is not 8 times a power of two"),
         ({"matrices": torch.ones(0), "orders": [0]}, "n = 40 is not 0 times a power of two"),
         ({"matrices": torch.ones(40)}, r"matrices has the shape \(40,\); matrices of the orders \[40\] have \(1600,\)"),
+        (
+            {"matrices": torch.ones(404, dtype=torch.uint8), "orders": [2, 20]},
+            r"matrices is uint8 of the shape \(404,\), but no packed matrices of the orders \[2, 20\] for n = 40 are",
+        ),
+        (
+            {"matrices": pack_pair(torch.eye(2), torch.eye(32)), "orders": [2, 32]},
+            r"but no packed matrices of the orders \[2, 32\] for n = 40 are",
+        ),
         ({"matrices": None}, r"matrices is None but the orders are \[40\]; pass their 1600 entries"),
         (
             {"matrices": torch.ones(1600, device="meta")},
@@ -123,6 +131,7 @@ def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
         Rotation(56, torch.linalg.qr(normal(7, 7)).Q),
         Rotation(56, [torch.eye(7).float() * 0.5, torch.ones(2, 2)]),
         Rotation(24, torch.eye(3), signs=some_signs(24)),
+        Rotation(128, [torch.eye(4) * 3, torch.linalg.qr(normal(32, 32)).Q], signs=some_signs(128)),
         Rotation(12, torch.eye(12), signs=some_signs(12), signs_after=some_signs(12, seed=1)),
         R,
     ],

@@ -299,6 +299,7 @@ ROTATIONS: dict[str, Callable[[], Rotation]] = {
     "sylvester of 32": lambda: Rotation(32, "compressed-tensors", k=()),
     "given": lambda: Rotation(56, torch.linalg.qr(normal(7, 7)).Q.float()),
     "given in bfloat16": lambda: Rotation(56, torch.linalg.qr(normal(7, 7)).Q.bfloat16()),
+    "two given": lambda: Rotation(384, [torch.linalg.qr(normal(k, k)).Q for k in (6, 64)], signs=some_signs(384)),
     "given ±1": lambda: Rotation(48, [(Rotation(12).matrix() * 12**0.5).round(), Rotation(4).matrix().half() * 2]),
 }
 

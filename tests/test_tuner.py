@@ -244,6 +244,8 @@ def test_the_neighbors_of_a_problem_with_a_matrix_have_matrices_too() -> None:
     sizes = {(each.order, each.length) for each in search._neighbors(problem)}
     assert sizes == {(28, 256), (28, 512), (28, 1024)}
     assert {each.n for each in search._neighbors(Problem.of(24, DType.FLOAT16, order=24))} == {24, 48}
+    two = search._neighbors(Problem.parse("n16384-k64-c256-real-float16-fast"))
+    assert {(each.transform.paired, each.order, each.length) for each in two} == {(True, 64, 128), (True, 64, 256)}
     others = [(28, 64), (20, 512), (172, 512), (28, 512), (1, 16384)]
     known = [Problem.of(order * length, DType.FLOAT16, order=order) for order, length in others]
     known.append(Problem.of(13312, DType.BFLOAT16, order=26))

@@ -130,7 +130,7 @@ def why_without_kernel(options: Options, x: torch.Tensor, columns: int) -> str |
     has_matrix = options.matrices is not None
     if x.dtype == torch.float64:
         return "no kernel takes float64"
-    if has_matrix and (value_of(options.matrices).dtype != torch.uint8 or len(options.orders) > 1):
+    if has_matrix and value_of(options.matrices).dtype != torch.uint8:
         return "no kernel has its matrices"
     if has_matrix and (x.dtype == torch.float32 or options.n == options.orders[0]):
         return "no kernel takes its matrix for these rows"

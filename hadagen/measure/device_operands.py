@@ -48,13 +48,17 @@ class Orthonormal(DeviceOperands):
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
         operands = verification_operands(problem)
-        square = 1  # of the norm of a row of the matrix
+        square: float = 1  # of the norm of a row of the matrix
         if MATRIX.is_taken(problem):
             matrix = orthogonal_matrix(problem.order)
             square = int(matrix[0].abs().sum())
             if problem.transform.real:
                 matrix, square = matrix.double() * square**-0.5, 1
             operands["matrix"] = matrix.numpy()
+        if problem.transform.paired:
+            right = orthogonal_matrix(problem.length)
+            operands["right_matrix"] = (right.double() * int(right[0].abs().sum()) ** -0.5).numpy()
+            square /= problem.length
         super().__init__(problem, operands, device)
         self.scale = float((square * problem.length) ** -0.5)
 

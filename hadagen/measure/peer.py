@@ -79,16 +79,22 @@ def find_peers() -> list[Peer]:
 
 
 def products(problem: Problem, others: Iterable[Peer], device: torch.device) -> list[Peer]:
-    """Ways to compute a transform with the matrix of its verification: H, by a product or by another library, and then
-    the product with the matrix; and one product for all of it. All operands have the type of x."""
+    """Ways to compute a transform with the matrix of its verification: H, by a product or by another library, or the
+    product with a second matrix, and then the product with the matrix; and one product for all of it. All operands have
+    the type of x."""
     scale, length = verification_scale(problem), problem.length
 
     def on_device(values: Any) -> torch.Tensor:
         return torch.from_numpy(values).to(device, TORCH_DTYPE[problem.io.input])
 
+    def right() -> Any:
+        if problem.transform.paired:
+            return verification_operands(problem)["right_matrix"].T.copy()
+        return hadamard(torch.eye(length, dtype=torch.float64).numpy())
+
     # Made at the first call, which may fail for lack of memory.
     matrix = functools.cache(lambda: on_device(verification_operands(problem)["matrix"]))
-    scaled = functools.cache(lambda: on_device(hadamard(torch.eye(length, dtype=torch.float64).numpy(), scale)))
+    scaled = functools.cache(lambda: on_device(right() * scale))
     whole = functools.cache(lambda: torch.kron(matrix().T.contiguous(), scaled()))
 
     def behind(h: Callable[[torch.Tensor], torch.Tensor]) -> Transform:
@@ -98,7 +104,7 @@ def products(problem: Problem, others: Iterable[Peer], device: torch.device) -> 
     ways |= {
         f"{peer.name}, PyTorch": behind(functools.partial(_out_of_place, peer, scale))
         for peer in others
-        if peer.takes_scale and peer.serves(problem)
+        if peer.takes_scale and peer.serves(problem) and not problem.transform.paired
     }
     if problem.n <= MOST_DENSE:
         ways["PyTorch, one product"] = lambda x, *_: x @ whole()

@@ -21,6 +21,7 @@ from hadagen.plan.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix,
 from hadagen.plan.steps.memory import Load, Prefetch, Store, Trigger
 from hadagen.plan.steps.product import CrossButterflies, LoadBoxes, Product, ProductAhead, StreamedProduct, WarpProduct
 from hadagen.plan.steps.quantize import Largest, Quantize, Renumber
+from hadagen.plan.steps.right import RightProduct
 from hadagen.plan.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.problem import DType, Problem
@@ -357,8 +358,11 @@ def _product_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         if knobs.products == ALONE
         else in_fours(knobs.fold, knobs.rows, knobs.products == IN_TURNS),
     ]
-    steps += [Butterfly(reg(j)) for j in range(2, in_registers)]
-    steps.append(CrossButterflies(min(2, max(0, in_registers)), scales=not folds))
+    if problem.transform.paired:
+        steps.append(RightProduct.for_problem(problem, scales=not folds))
+    else:
+        steps += [Butterfly(reg(j)) for j in range(2, in_registers)]
+        steps.append(CrossButterflies(min(2, max(0, in_registers)), scales=not folds))
     steps += _to_codes(problem, steps, folds, False) if form else [Round(), Store()]
     return _with_signs(problem, _with_requests(knobs, steps))
 

@@ -57,6 +57,8 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return "nothing is folded where H comes first (fold must be 0)" if k.fold else None
+    if c.problem.transform.paired and k.fold:
+        return "a second matrix takes the place of H, of which no bits are left (fold must be 0)"
     most = PRODUCT_COLUMNS[-1]
     if not VECTOR <= c.problem.length >> k.fold <= most:
         return f"a product has from {VECTOR} to {most} columns of a row (fold must be another, or first hadamard)"
@@ -74,6 +76,8 @@ def _(c: Context, k: Knobs) -> str | None:
         return None if k.products == TOGETHER else "all warps multiply what they have (products must be together)"
     if k.cluster > 1 and k.products in (IN_TURNS, AHEAD):
         return "clusters take one tile each, with nothing beside its product (products must be another, or cluster 1)"
+    if c.problem.transform.paired and k.products == AHEAD:
+        return "a second product takes the registers of the next tile (products must be another)"
     draft, product = _draft(c, k)
     if lacking := min(product.features(c.problem.io.input, PACKED) - c.arch.features, default=""):
         return f"the arch has no {lacking} (products must be another)"

@@ -79,7 +79,7 @@ def _digested(plan: Plan) -> str:
     """All fields of a plan under names that never change, whatever classes and fields are called."""
     transform, io = plan.problem.transform, plan.problem.io
     after = f", prologue={plan.problem.prologue!r}" if plan.problem.prologue else ""
-    real = ", real=True" if transform.real else ""
+    real = ", real=True" * transform.real + ", paired=True" * transform.paired
     return (
         f"Plan(problem=Problem(transform=Transform(n={transform.n}, order={transform.order}, "
         f"signed={transform.signed}, swapped={transform.swapped}{real}), io=Io(input={_member('DType', io.input)}, "
@@ -136,6 +136,8 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: index bits [{', '.join(left)}] are never transformed")
     if sum(step.is_product for step in plan.steps) != plan.problem.transform.has_matrix:
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
+    if sum(step.is_right_product for step in plan.steps) != plan.problem.transform.paired:
+        raise UsageError(f"{name}: the steps do not multiply by the second matrix once")
     if sum(isinstance(step, Renumber) for step in plan.steps) != plan.problem.transform.swapped:
         raise UsageError(f"{name}: the steps do not exchange the bits of digits once")
     if [step.computes for step in plan.steps if step.computes] != [plan.problem.prologue] * bool(plan.problem.prologue):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# Name of an operand → its values: "matrix", its entries [order, order], float64 if real; "signs_before" and
-# "signs_after", as the params of these names; "tensor_scale", float32 with an element for each head, or one. A name
-# without a value means no signs.
+# Name of an operand → its values: "matrix", its entries [order, order], float64 if real; "right_matrix", those of
+# C [length, length], float64; "signs_before" and "signs_after", as the params of these names; "tensor_scale", float32
+# with an element for each head, or one. A name without a value means no signs.
 OperandValues = Mapping[str, "NDArray[Any]"]
 
 
@@ -88,6 +88,35 @@ def _random_matrix(problem: Problem, units: int, random: np.random.Generator) ->
     return random.choice((-1, 0, 1), (problem.order, problem.order), p=(0.48, 0.04, 0.48))
 
 
+# ---- the second of two matrices --------------------------------------------------------------------------------------
+# C has `PIECES` tables of bfloat16, whatever the type of x, because products with A have the range of fp32. The bytes
+# of a left operand of 16 rows of C are those of two right operands, of its transpose. The rows of C, which are columns
+# of the result, are in such an order that a thread gets eight neighbors.
+def pack_right(matrix: torch.Tensor) -> torch.Tensor:
+    """The bytes that a kernel takes for C, a matrix [M, M] of real numbers, uint8 [4 · M²] on its device."""
+    return pack_real(matrix[rows_of_right(len(matrix))], DType.BFLOAT16)
+
+
+def rows_of_right(order: int) -> torch.Tensor:
+    """The rows of C in the order of operands. An mma leaves two of eight columns in each of four lanes, as the two of
+    number l in lane l. So four mma, one after the other, get the pairs of eight neighbors, and lane l all of the l-th
+    eight."""
+    import torch
+
+    return torch.arange(order).view(-1, 4, 4, 2).transpose(1, 2).flatten()
+
+
+def _packed_right(problem: Problem, matrix: NDArray[Any]) -> NDArray[Any]:
+    import torch
+
+    return pack_right(torch.from_numpy(matrix.copy())).numpy()
+
+
+def _random_right(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
+    """Normal entries."""
+    return random.standard_normal((problem.length, problem.length))
+
+
 # ---- signs -----------------------------------------------------------------------------------------------------------
 def _random_signs(problem: Problem, units: int, random: np.random.Generator) -> NDArray[Any]:
     """n bits; bit i % 8 of byte i / 8 is 1 where sign i is −1."""
@@ -139,7 +168,8 @@ SIGNS = tuple(
 )
 SCALES = Operand("scales", _has_scales, None, numbers=_numbers_of_layout)
 TENSOR_SCALE = Operand("tensor_scale", _needs_scale, _sample_scales, numbers=_numbers_of_heads)
-OPERANDS = (MATRIX, *SIGNS, SCALES, TENSOR_SCALE)
+RIGHT_MATRIX = Operand("right_matrix", attrgetter("transform.paired"), _random_right, _packed_right)
+OPERANDS = (MATRIX, *SIGNS, SCALES, TENSOR_SCALE, RIGHT_MATRIX)
 # Kernels take `PARAMS` first, then other params in this order, then the params of operands that are not listed here.
 _NUMBERS = "units_in_head", "scales_in_row", "scale_pitch"
 _NAMES = *(param.name for param in ROW_PARAMS), *(operand.name for operand in OPERANDS), *_NUMBERS

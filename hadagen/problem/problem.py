@@ -8,7 +8,7 @@ on the command line. Here alone it is written and parsed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -25,6 +25,8 @@ MAX_ORDER = 428
 LEAST_LENGTH = 8
 # The greatest orders of a matrix of real numbers and of H for which there may be kernels.
 MAX_REAL_ORDER, MAX_REAL_LENGTH = 192, 2048
+# The orders of C, of two matrices of real numbers, for which there may be kernels.
+RIGHT_ORDERS = (32, 64, 128, 256)
 # The least elements of a group with one scale: those of a vector of 8-bit codes.
 LEAST_GROUP = 16
 # Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
@@ -94,11 +96,13 @@ class Transform:
     H is the Walsh–Hadamard matrix of order `length` = n / order in natural order. A is a matrix that a call gives,
     transposed or not, with entries −1, 0 and 1, or `real` ones; there is none if `order` is 1. s and t are vectors of
     ±1 that a call may give if it is `signed`. If it is `swapped`, the two bits of each base-4 digit of an output's
-    index are exchanged before t: with signs, that is the regular Hadamard matrix. A row of n = 1 is not transformed,
-    only multiplied by the scale, and then quantized.
+    index are exchanged before t: with signs, that is the regular Hadamard matrix. If it is `paired`, a matrix C of real
+    numbers, of order `length`, takes the place of H. A row of n = 1 is not transformed, only multiplied by the scale,
+    and then quantized.
 
     Raises `UsageError` unless `length` is a power of two, of four if `swapped`, n is up to 131072, and `order` is from
-    1 to 428, 1 if `swapped`, and more than 1 if `real`.
+    1 to 428, 1 if `swapped`, and more than 1 if `real`; or if it is `paired`, but not `real`, or `length` is not 32,
+    64, 128 or 256.
     """
 
     n: int
@@ -106,6 +110,7 @@ class Transform:
     signed: bool = False
     swapped: bool = False
     real: bool = False
+    paired: bool = False
 
     def __post_init__(self) -> None:
         most = 1 << MAX_LOG2_N
@@ -113,7 +118,7 @@ class Transform:
             raise UsageError(
                 f"order = {shown(self.order)} is not supported; the order of a matrix is from 1 to {MAX_ORDER}"
             )
-        for name in ("signed", "swapped", "real"):
+        for name in ("signed", "swapped", "real", "paired"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"{name} = {shown(value)} is not supported; give True or False")
         times = f"{self.order} times " if self.has_matrix else ""
@@ -127,6 +132,11 @@ class Transform:
             )
         if self.real and not self.has_matrix:
             raise UsageError("real = True is not supported without a matrix; give its order")
+        if self.paired and not (self.real and self.length in RIGHT_ORDERS):
+            raise UsageError(
+                f"paired = True of n = {times}{self.length} is not supported; both matrices must be real, and the "
+                f"second one of the order {' or '.join(map(str, RIGHT_ORDERS))}"
+            )
 
     @property
     def length(self) -> int:
@@ -145,8 +155,10 @@ class Transform:
 
     @property
     def formula(self) -> str:
-        """The matrix that a row is multiplied by, in words: "H_4096", or "(A_28 ⊗ H_512)ᵀ" with a matrix."""
-        factors = f"(A_{self.order} ⊗ H_{self.length})ᵀ" if self.has_matrix else f"H_{self.n}"
+        """The matrix that a row is multiplied by, in words: "H_4096", "(A_28 ⊗ H_512)ᵀ" with a matrix, or
+        "(A_64 ⊗ C_64)ᵀ" with two."""
+        right = "C" if self.paired else "H"
+        factors = f"(A_{self.order} ⊗ {right}_{self.length})ᵀ" if self.has_matrix else f"H_{self.n}"
         factors += " · P" * self.swapped  # which exchanges the bits of each base-4 digit
         return f"D_before · {factors} · D_after" if self.signed else factors
 
@@ -195,12 +207,12 @@ class Io:
         return self.output if isinstance(self.output, Format) else None
 
 
-# Such as n4096-float16-fast-pitched, n14336-k28-signed-float16-fast, n4096-k64-real-float16-fast or
-# n128-bfloat16-to-fp8_group_128-accurate. A part "to" with the output stands behind the input if the two differ, and a
-# part "after" with a prologue before it.
+# Such as n4096-float16-fast-pitched, n14336-k28-signed-float16-fast, n4096-k64-real-float16-fast,
+# n4096-k64-c64-real-float16-fast or n128-bfloat16-to-fp8_group_128-accurate. A part "to" with the output stands behind
+# the input if the two differ, and a part "after" with a prologue before it.
 _KEY = re.compile(
-    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-real)?(-swapped)?(-signed)?(?:-after-([a-z][a-z0-9_]*))?-([a-z]+[0-9]+[a-z0-9_]*)"
-    r"(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?"
+    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(?:-c([0-9]{1,9}))?(-real)?(-swapped)?(-signed)?(?:-after-([a-z][a-z0-9_]*))?"
+    r"-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?"
 )
 
 
@@ -246,6 +258,7 @@ class Problem:
         signed: bool = False,
         swapped: bool = False,
         real: bool = False,
+        paired: bool = False,
         to: Format | str | None = None,
         columns: int | None = None,
         group: int | None = None,
@@ -261,7 +274,7 @@ class Problem:
             round_first mean what they mean there, and columns is the number of elements in a row of x, n by default.
         """
         output: Any = dtype if to is None else to
-        transform = Transform(n, order, signed, swapped, real)
+        transform = Transform(n, order, signed, swapped, real, paired)
         is_key = isinstance(to, str) and to not in FORMATS and "_" in to
         if to is not None and not isinstance(to, Format) and not is_key:
             columns = n if columns is None else columns
@@ -286,11 +299,11 @@ class Problem:
         """Its canonical name, such as "n4096-float16-fast". A key that names no rows means contiguous rows."""
         output = ("to", self.io.form.key) if self.io.form else ()
         rows = () if self.io.rows is Rows.CONTIGUOUS else (self.io.rows.value,)
-        order = (f"k{self.order}",) if self.transform.has_matrix else ()
+        orders = (f"k{self.order}",) * self.transform.has_matrix + (f"c{self.length}",) * self.transform.paired
         flags = tuple(name for name in ("real", "swapped", "signed") if getattr(self.transform, name))
         after = ("after", self.prologue) if self.prologue else ()
         return "-".join(
-            (f"n{self.n}", *order, *flags, *after, self.io.input.value, *output, self.io.numerics.value, *rows)
+            (f"n{self.n}", *orders, *flags, *after, self.io.input.value, *output, self.io.numerics.value, *rows)
         )
 
     @property
@@ -323,8 +336,8 @@ class Problem:
     @property
     def parent(self) -> Problem | None:
         """The problem whose winners are the first guess for this one: the same with contiguous rows, without swapped
-        bits, without a format, without signs, with entries −1, 0 and 1, or without a prologue. None if none of these
-        applies, or if only the format could be left out and n is 1."""
+        bits, without a format, without signs, with H in place of C, with entries −1, 0 and 1, or without a prologue.
+        None if none of these applies, or if only the format could be left out and n is 1."""
         if self.prologue:
             return replace(self, prologue="")
         if self.io.rows is not Rows.CONTIGUOUS:
@@ -333,7 +346,7 @@ class Problem:
             return replace(self, transform=replace(self.transform, swapped=False))
         if self.io.form:
             return self.with_io(output=self.io.input) if self.n > 1 else None
-        for name in ("signed", "real"):
+        for name in ("signed", "paired", "real"):
             if getattr(self.transform, name):
                 return replace(self, transform=replace(self.transform, **{name: False}))
         return None
@@ -398,8 +411,8 @@ def _parsed(key: str) -> Problem | None:
     found = _KEY.fullmatch(key)
     if found is None:
         return None
-    n, order, real, swapped, signed, prologue, given, output, numerics, rows = found.groups()
-    transform = Transform(int(n), int(order or 1), bool(signed), bool(swapped), bool(real))
+    n, order, right, real, swapped, signed, prologue, given, output, numerics, rows = found.groups()
+    transform = Transform(int(n), int(order or 1), bool(signed), bool(swapped), bool(real), bool(right))
     io = Io(given, output or given, numerics, rows or Rows.CONTIGUOUS)  # type: ignore[arg-type]
     problem = Problem(transform, io, prologue or "")
     return problem if problem.key == key else None
@@ -431,6 +444,11 @@ def kernel_order(order: int, length: int) -> int:
 def may_have_kernels(order: int, length: int) -> bool:
     """Whether kernels may multiply by a real matrix of this order and an H of this length."""
     return 1 < order <= MAX_REAL_ORDER and LEAST_LENGTH <= length <= MAX_REAL_LENGTH
+
+
+def may_have_paired(orders: Sequence[int]) -> bool:
+    """Whether kernels may multiply by two real matrices of these orders, A and C."""
+    return len(orders) == 2 and 1 < orders[0] <= MAX_REAL_ORDER and orders[1] in RIGHT_ORDERS
 
 
 def check_tunable(problems: Iterable[Problem]) -> None:

@@ -38,7 +38,8 @@ def kind_name(problem: Problem) -> str:
     """The kind of a problem, without n, type and numerics: "contiguous rows", "with a matrix, signed, to int8-row"."""
     of, form = problem.transform, problem.io.form
     rows = "pitched rows" if problem.io.rows is Rows.PITCHED else PLAIN
-    parts = ["rows with a real matrix" if of.real else "rows with a matrix" if of.has_matrix else rows]
+    matrices = "rows with two real matrices" if of.paired else "rows with a real matrix" if of.real else ""
+    parts = [matrices or ("rows with a matrix" if of.has_matrix else rows)]
     parts += ["swapped bits"] * of.swapped + ["signs"] * of.signed + ([f"to {format_name(form)}"] if form else [])
     return ", ".join(parts)
 

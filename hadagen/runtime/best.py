@@ -89,6 +89,7 @@ def _problem_of_call(
         if asked["to"] is not None and asked["columns"] is None:
             asked = {**asked, "columns": width}
         parts = {"order": of.order, "signed": of.signed, "swapped": of.swapped, "real": of.real}
+        parts |= {"paired": of.paired}
         return Problem.of(of.n, name, numerics, **parts, **asked), asked["columns"] or width
     n = as_whole(n, "n", "a whole number, at least 1, a Rotation or a problem")
     pads = asked["to"] is None and not said and not asked["prologue"]  # as hadamard_transform does

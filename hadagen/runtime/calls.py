@@ -24,7 +24,7 @@ from hadagen.problem.problem import Problem, Rows
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime import kernels, streams, tables
 from hadagen.runtime.checks import check_writable
-from hadagen.runtime.rotate_arguments import RotateArguments, addresses, is_packed, is_real
+from hadagen.runtime.rotate_arguments import RotateArguments, addresses, is_packed, is_pair, is_real
 
 ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
 _MOST_UNITS = 1 << 31  # of the result of a prologue with two parts, as `prologues.reciprocal` says
@@ -322,6 +322,7 @@ def rotation_problem(
     """The problem of a kernel that does all of a rotation; None if no kernel can. to: the format of the result.
     prologue: the name of the prologue, or "". Raises `UsageError` where the format does not fit the rows."""
     order = of.orders[0] if of.matrices is not None else 1
+    paired = is_pair(of.matrices, of.orders)
     operands = [each for each in (of.matrices, of.signs, of.signs_after) if each is not None]
     if (
         not takes_kernels(x)
@@ -338,7 +339,8 @@ def rotation_problem(
         order=order,
         signed=of.signs is not None or of.signs_after is not None,
         swapped=of.swapped,
-        real=is_real(of.matrices, of.orders),
+        real=paired or is_real(of.matrices, of.orders),
+        paired=paired,
         to=to,
         prologue=prologue,
     )

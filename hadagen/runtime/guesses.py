@@ -24,21 +24,22 @@ def may_be_guessed(problem: Problem) -> bool:
 
 def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem]:
     """The known problems of the same io, or, if the problem has a format, of a similar format or none; with a matrix if
-    the problem has one, else without, of real numbers only if the problem's is; and with the same prologue or none.
-    Nearest first: by the ratios of orders and of lengths, and by how similar formats are. Among problems that are
-    equally near, the same io comes first, then the same prologue, then the same kind of entries, then the same use of
-    signs."""
+    the problem has one, else without; of real numbers, or with a second matrix, only if the problem's is; and with the
+    same prologue or none. Nearest first: by the ratios of orders and of lengths, and by how similar formats are. Among
+    problems that are equally near, the same io comes first, then the same prologue, then the same kind of entries, then
+    as many matrices, then the same use of signs."""
 
-    def distance(other: Problem) -> tuple[float, bool, bool, bool, bool, Problem]:
+    def distance(other: Problem) -> tuple[float, bool, bool, bool, bool, bool, Problem]:
         apart = difference(problem, other) + (_apart(other.io, problem.io) or 0)
         of, mine = other.transform, problem.transform
         differ = other.io != problem.io, other.prologue != problem.prologue, of.real != mine.real
-        return apart, *differ, of.signed != mine.signed, other
+        return apart, *differ, of.paired != mine.paired, of.signed != mine.signed, other
 
     def is_similar(other: Problem) -> bool:
         return (
             other.transform.has_matrix is problem.transform.has_matrix
             and other.transform.real <= problem.transform.real
+            and other.transform.paired <= problem.transform.paired
             and other.prologue in ("", problem.prologue)
             and _apart(other.io, problem.io) is not None
         )

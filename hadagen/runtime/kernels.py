@@ -57,16 +57,17 @@ def problem_of(
     signed: bool = False,
     swapped: bool = False,
     real: bool = False,
+    paired: bool = False,
     to: Format | None = None,
     prologue: str = "",
 ) -> Problem | None:
     """The problem of rows of n elements, which are `order` times a power of two; None if no kernel supports this n,
-    dtype or order. signed, swapped, real: as in `Transform`. to: the format of the result. prologue: as in `Problem`.
-    Raises `UsageError` where the format does not fit the rows."""
+    dtype or order. signed, swapped, real, paired: as in `Transform`. to: the format of the result. prologue: as in
+    `Problem`. Raises `UsageError` where the format does not fit the rows."""
     least = 2 if to is None else 1
     if dtype not in _DTYPES or not least <= n <= 1 << MAX_LOG2_N or order > MAX_ORDER:
         return None
-    flags: dict[str, Any] = {"signed": signed, "swapped": swapped, "real": real}
+    flags: dict[str, Any] = {"signed": signed, "swapped": swapped, "real": real, "paired": paired}
     return Problem.of(n, _DTYPES[dtype], numerics, rows, order=order, **flags, to=to, prologue=prologue)
 
 

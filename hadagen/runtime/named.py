@@ -21,7 +21,15 @@ from hadagen.problem.problem import kernel_order
 from hadagen.runtime import sealed
 from hadagen.runtime.given import as_matrices, mean_square_of_rows, unpack_given
 from hadagen.runtime.operators import register
-from hadagen.runtime.rotate_arguments import TRAILER, combined, pack_matrices, pack_signs, size_of_packed, unpack_signs
+from hadagen.runtime.rotate_arguments import (
+    TRAILER,
+    combined,
+    pack_matrices,
+    pack_signs,
+    size_of_packed,
+    size_of_pair,
+    unpack_signs,
+)
 
 REGULAR = "regular"
 
@@ -71,6 +79,8 @@ def _empty(entries: torch.dtype, orders: Sequence[int], n: int, device: torch.de
     if entries == torch.int8:
         order = kernel_order(order, n // order)
     if (entries == torch.int8 or len(orders) == 1) and (size := size_of_packed(entries, order, n, device)):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    if size := size_of_pair(entries, orders, n, device):
         return torch.empty(size, dtype=torch.uint8, device=device)
     return torch.empty(sum(order**2 for order in orders), dtype=_held_by(device, entries), device=device)
 

@@ -17,7 +17,7 @@ from hadagen.problem.prologues import prologue_of
 from hadagen.problem.regimes import destinations
 from hadagen.runtime import plain_transform
 from hadagen.runtime.plain_rotation import rotate_into
-from hadagen.runtime.rotate_arguments import RotateArguments, addresses, pack_matrix, pack_real
+from hadagen.runtime.rotate_arguments import RotateArguments, addresses, pack_matrix, pack_pair, pack_real
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE, relative_error, sample_scale
 
@@ -76,6 +76,8 @@ def _case(
     if "matrix" in given:
         given_matrix, orders = given["matrix"], [problem.order]
         matrix = pack_real(given_matrix) if problem.transform.real else pack_matrix(given_matrix.to(torch.int8))
+    if "right_matrix" in given:
+        matrix, orders = pack_pair(given["matrix"], given["right_matrix"]), [problem.order, problem.length]
     n = problem.n if problem.io.form else columns  # a row of codes has several units, others may be cut short
     signs = given.get("signs_before"), given.get("signs_after")
     of = RotateArguments(matrix, orders, *signs, n, problem.transform.swapped, transposed, problem.n**-0.5, "accurate")

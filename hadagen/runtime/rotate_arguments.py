@@ -12,7 +12,7 @@ import torch
 from hadagen.errors import TensorError
 from hadagen.problem import operands
 from hadagen.problem.operands import ENTRY_BYTES, PIECES
-from hadagen.problem.problem import MAX_ORDER, DType, kernel_order, may_have_kernels
+from hadagen.problem.problem import MAX_ORDER, DType, kernel_order, may_have_kernels, may_have_paired
 from hadagen.runtime.checks import check_alike, check_call, check_same_device, plain
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
@@ -26,8 +26,8 @@ class RotateArguments(NamedTuple):
     with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out:
 
     matrices: the entries of A1, A2, …, row by row, one matrix behind the other: [ΣK²] of any real type but uint8; None
-        for none. Or one matrix as kernels take it: uint8, what `pack_matrix` or `pack_real` gives. (Not a
-        list of tensors, for which autograd's `is_grads_batched` has no rule.)
+        for none. Or one matrix as kernels take it: uint8, what `pack_matrix` or `pack_real` gives; or two, without H,
+        as `pack_pair` gives them. (Not a list of tensors, for which autograd's `is_grads_batched` has no rule.)
     orders: K of each matrix, or [1] without matrices, as AOTInductor cannot pass an empty list. n is the product of all
         K times a power of two, the order of H.
     signs, signs_after: the diagonals of D_in and D_out, uint8 [⌈n/8⌉]: bit i % 8 of byte i // 8 is 1 where element i is
@@ -71,6 +71,13 @@ def check(x: torch.Tensor, of: RotateArguments) -> None:
         size = packed_size(of.orders[0])
         if is_real(of.matrices, of.orders):
             size = of.matrices.numel()
+    elif of.matrices is not None and is_packed(of.matrices):
+        size = of.matrices.numel()
+        if not is_pair(of.matrices, of.orders) or prod(of.orders) != of.n:
+            raise TensorError(
+                f"matrices is uint8 of the shape {tuple(of.matrices.shape)}, but no packed matrices of the orders "
+                f"{list(of.orders)} for n = {of.n} are; pass entries of another type"
+            )
     if of.matrices is None:
         if prod(of.orders) != 1:  # exported by earlier versions, it may be empty
             raise TensorError(f"matrices is None but the orders are {list(of.orders)}; pass their {size} entries")
@@ -110,6 +117,8 @@ def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> lis
         return []
     if is_real(matrices, orders):
         matrices = matrices[_pieces_size(orders[0]) :].view(_REAL[_real_sizes(orders[0]).index(len(matrices))])
+    if is_pair(matrices, orders):
+        matrices = matrices[_pair_size(orders) :].view(_REAL[_pair_sizes(orders).index(matrices.numel())])
     if is_packed(matrices):
         (order,) = orders
         entries = in_rows(matrices[: len(matrices) // 2], order)
@@ -130,14 +139,19 @@ def addresses(of: RotateArguments, dtype: torch.dtype) -> dict[str, int]:
     """The addresses of the operands for x of this type, as `LaunchSpec.arguments` takes them. The tensors must stay
     where they are until the kernel has run."""
     signs_in, signs_out = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
-    matrix = None
-    if of.matrices is not None:
+    matrix = right = None
+    if is_pair(of.matrices, of.orders):
+        size, end = _pieces_size(of.orders[0]) // 4, _pair_size(of.orders)
+        matrix = of.matrices[size * (2 * (dtype == torch.bfloat16) + of.transposed) :]  # type: ignore[index]
+        right = of.matrices[end - _right_size(of.orders[1]) // (1 + of.transposed) :]  # type: ignore[index]
+    elif of.matrices is not None:
         first, size = 0, len(of.matrices) // 2
         if is_real(of.matrices, of.orders):
             size = _pieces_size(of.orders[0]) // 4
             first = 2 * size * (dtype == torch.bfloat16)
         matrix = of.matrices[first + size * of.transposed :]
     tensors = {"matrix": matrix, "signs_before": signs_in, "signs_after": signs_out}
+    tensors |= {} if right is None else {"right_matrix": right}
     return {name: 0 if each is None else each.data_ptr() for name, each in tensors.items()}
 
 
@@ -148,6 +162,13 @@ def is_packed(matrices: torch.Tensor | None) -> bool:
 def is_real(matrices: torch.Tensor | None, orders: Sequence[int]) -> bool:
     """Whether it is one real matrix as kernels take it."""
     return matrices is not None and is_packed(matrices) and len(orders) == 1 and len(matrices) in _real_sizes(orders[0])
+
+
+def is_pair(matrices: torch.Tensor | None, orders: Sequence[int]) -> bool:
+    """Whether it is two real matrices as kernels take them."""
+    if matrices is None or not is_packed(matrices) or not may_have_paired(orders):
+        return False
+    return matrices.numel() in _pair_sizes(orders)
 
 
 def _side(order: int) -> int:
@@ -174,6 +195,29 @@ def _real_sizes(order: int) -> list[int]:
     return [_pieces_size(order) + order**2 * dtype.itemsize for dtype in _REAL]
 
 
+def _right_size(order: int) -> int:
+    """Bytes of the pieces of the second of two matrices, as it is and transposed."""
+    return 4 * PIECES * order**2
+
+
+def _pair_size(orders: Sequence[int]) -> int:
+    """Bytes of the pieces of two matrices."""
+    return _pieces_size(orders[0]) + _right_size(orders[1])
+
+
+def _pair_sizes(orders: Sequence[int]) -> list[int]:
+    """Elements of two packed matrices, for each type of their entries."""
+    return [_pair_size(orders) + sum(order**2 for order in orders) * dtype.itemsize for dtype in _REAL]
+
+
+def size_of_pair(entries: torch.dtype, orders: Sequence[int], n: int, device: torch.device) -> int | None:
+    """Elements of the operand of two matrices with entries of a type, for rows of n on a device; None if it is not
+    packed."""
+    if entries not in _REAL or device.type == "mps" or not may_have_paired(orders) or prod(orders) != n:
+        return None
+    return _pair_sizes(orders)[_REAL.index(entries)]
+
+
 def size_of_packed(entries: torch.dtype, order: int, n: int, device: torch.device) -> int | None:
     """Elements of the operand of one matrix with entries of a type, for rows of n on a device; None if it is not
     packed. A real matrix is packed where there may be kernels, but not on a device without float64."""
@@ -186,9 +230,11 @@ def size_of_packed(entries: torch.dtype, order: int, n: int, device: torch.devic
 
 def pack_matrices(matrices: list[torch.Tensor], n: int, device: torch.device) -> torch.Tensor | None:
     """The operand for matrices [K, K], on their device, for rows of n on another device; one matrix is packed if
-    `size_of_packed` says so."""
+    `size_of_packed` says so, and two if `size_of_pair` does."""
     if len(matrices) == 1 and size_of_packed(matrices[0].dtype, len(matrices[0]), n, device):
         return (pack_matrix if matrices[0].dtype == torch.int8 else pack_real)(matrices[0])
+    if len(matrices) == 2 and size_of_pair(matrices[0].dtype, list(map(len, matrices)), n, device):
+        return pack_pair(*matrices)
     return torch.cat([each.flatten() for each in matrices]) if matrices else None
 
 
@@ -201,9 +247,20 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
 def pack_real(matrix: torch.Tensor) -> torch.Tensor:
     """The operand for a matrix of float32 or float64: what `hadagen.problem.operands.pack_real` makes of it, and of the
     matrix transposed, for float16 and then for bfloat16; and then the bytes of its entries, for PyTorch."""
+    return torch.cat([*_pieces(matrix), matrix.flatten().view(torch.uint8)])
+
+
+def pack_pair(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The operand for two matrices of float32 or of float64, A and C: the pieces of A as in `pack_real`; what
+    `hadagen.problem.operands.pack_right` makes of C, and of C transposed; and then the bytes of the entries of both,
+    for PyTorch."""
+    pieces = [*_pieces(matrix), operands.pack_right(right), operands.pack_right(right.T)]
+    return torch.cat([*pieces, *(each.flatten().view(torch.uint8) for each in (matrix, right))])
+
+
+def _pieces(matrix: torch.Tensor) -> list[torch.Tensor]:
     ways = [(each, dtype) for dtype in (DType.FLOAT16, DType.BFLOAT16) for each in (matrix, matrix.T)]
-    pieces = [operands.pack_real(each, dtype) for each, dtype in ways]
-    return torch.cat([*pieces, matrix.flatten().view(torch.uint8)])
+    return [operands.pack_real(each, dtype) for each, dtype in ways]
 
 
 def pack_signs(signs: torch.Tensor) -> torch.Tensor:

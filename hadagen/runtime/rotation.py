@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.problem.matrices import find_matrix, find_orders
-from hadagen.problem.problem import Transform, may_have_kernels
+from hadagen.problem.problem import Transform, may_have_kernels, may_have_paired
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
@@ -406,6 +406,8 @@ class Rotation(SealedModule):
         """The transform that a kernel computes for each block; None if PyTorch computes the rotation."""
         try:
             flags = self._signed and not self._all_of_h, self._swapped, self._real
+            if self._real and may_have_paired(self._orders) and math.prod(self._orders) == self.block:
+                return Transform(self.block, self._orders[0], *flags, paired=True)
             of = Transform(self.block, math.prod(self._orders), *flags)
         except UsageError:  # too long, or of too large a matrix
             return None

@@ -53,7 +53,11 @@ def transform(problem: Problem, x: Reals, scale: float, operands: OperandValues)
         packed = operands.get(name, np.zeros(-(-problem.n // 8), np.uint8))
         return 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little").astype(np.float64)
 
-    y = hadamard((x * signs("signs_before")).reshape(-1, problem.length), scale)
+    rows = (x * signs("signs_before")).reshape(-1, problem.length)
+    if problem.transform.paired:
+        y = rows @ operands["right_matrix"].astype(np.float64).T * scale
+    else:
+        y = hadamard(rows, scale)
     if problem.transform.has_matrix:
         y = operands["matrix"].astype(np.float64) @ y.reshape(-1, problem.order, problem.length)
     return _renumbered(problem, y.reshape(x.shape)) * signs("signs_after")

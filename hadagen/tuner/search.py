@@ -30,7 +30,7 @@ from hadagen.measure import Runner
 from hadagen.plan.arch import Arch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space
-from hadagen.problem.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable
+from hadagen.problem.problem import MAX_LOG2_N, RIGHT_ORDERS, DType, Numerics, Problem, check_tunable
 from hadagen.problem.trial import Outcome, Trial, knobs_key
 from hadagen.runtime.guesses import nearest_problems
 from hadagen.tuner.estimate import shortlist
@@ -454,6 +454,7 @@ def _neighbors(problem: Problem) -> list[Problem]:
             replace(problem, transform=replace(problem.transform, n=m))
             for m in (problem.n // 2, problem.n * 2)
             if 2 <= m <= 1 << MAX_LOG2_N and m % problem.order == 0 and problem.io.form is None
+            if not problem.transform.paired or m // problem.order in RIGHT_ORDERS
         ),
     ]
     return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]
@@ -461,5 +462,5 @@ def _neighbors(problem: Problem) -> list[Problem]:
 
 def _is_like_its_parent(problem: Problem) -> bool:
     """Whether the knobs that are good for its parent are good for it, so that it needs few trials of its own. What
-    quantizes has other work to do."""
-    return problem.parent is not None and problem.io.form is None
+    quantizes, or multiplies by two matrices, has other work to do."""
+    return problem.parent is not None and problem.io.form is None and not problem.transform.paired

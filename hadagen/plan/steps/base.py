@@ -133,6 +133,7 @@ class Step:
     loads = False  # loads the tile, or makes a request once a tile
     reads_x = False  # loads the tile
     is_product = False  # multiplies by the matrix of the transform
+    is_right_product = False  # multiplies by the second one of two, in place of H
     is_prologue = False  # computes a prologue, of values as loaded
     exchanges = False  # moves values between warps
     normalizes = False  # finds the level of the values of a warp
@@ -183,6 +184,10 @@ class Step:
     def share(self, left: float, plan: Draft) -> float:
         """Its factor. left: the product that this and the later steps have to multiply by."""
         return left if self.multiplies else 1.0
+
+    def more_registers(self, plan: Draft) -> int:
+        """Registers of a thread that it takes beside those of the tile."""
+        return 0
 
     def crosses(self, plan: Draft) -> bool:
         """Whether it sends values to the other blocks of a cluster."""
@@ -547,7 +552,8 @@ class Footprint:
 
     def registers(self, *, wide: bool) -> int:
         """The least registers of a thread: its values in the widest form that all take at once, fp32 if `wide`."""
-        return OVERHEAD_REGISTERS + self.plan.tile.registers(self.plan, wide=wide)
+        more = sum(step.more_registers(self.plan) for step in self.plan.steps)
+        return OVERHEAD_REGISTERS + self.plan.tile.registers(self.plan, wide=wide) + more
 
     @cached_property
     def shared_bytes(self) -> int:

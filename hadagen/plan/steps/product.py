@@ -57,7 +57,7 @@ PRODUCT_COLUMNS = (64, 128, 256)
 BOX_COLUMNS = 64  # of 16-bit values in the 128 bytes of a swizzled row
 _BOX_ROW_BYTES = 128
 _ALIGNED = 1024  # swizzled rows repeat after so many bytes, where boxes of wgmma begin
-_FEW_ROWS = 64  # of a real matrix, of which `fast` multiplies by both pieces
+FEW_ROWS = 64  # of a real matrix, of which `fast` multiplies by both pieces
 _MORE_REGISTERS = 12  # of a thread, besides `OVERHEAD_REGISTERS`, as compiled kernels have
 
 
@@ -137,7 +137,7 @@ class BoxProduct(Step, Tile):
     def pieces(self, plan: Draft) -> int:
         """Tables of numbers whose sum it multiplies by."""
         # By few rows, warps multiply twice in the time in which they would otherwise wait for memory.
-        rounds = plan.problem.io.numerics is Numerics.FAST and plan.problem.order > _FEW_ROWS
+        rounds = plan.problem.io.numerics is Numerics.FAST and plan.problem.order > FEW_ROWS
         return PIECES if plan.problem.transform.real and not rounds else 1
 
     def planes(self, plan: Draft) -> int:

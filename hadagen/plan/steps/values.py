@@ -43,6 +43,12 @@ class TileValues:
         rows = self.stored(loaded)
         self._take(loaded, (matrix @ rows.reshape(-1, problem.order, problem.length)).reshape(rows.shape))
 
+    def multiply_columns(self, problem: Problem, placement: Placement) -> None:
+        """Multiply by the transpose of the second matrix, while values lie as a placement says."""
+        matrix = self._operands["right_matrix"].astype(np.float64)
+        rows = self.stored(placement)
+        self._take(placement, (rows.reshape(-1, problem.length) @ matrix.T).reshape(rows.shape))
+
     def flip(self, problem: Problem, placement: Placement, name: str) -> None:
         """Multiply by the signs of this name."""
         packed = self._operands.get(name)
