@@ -42,6 +42,13 @@ class Host(NamedTuple):
                 warnings.warn(f"{SWITCH} has {shown(name)}, which is not known; {choice(name, NAMES)}", stacklevel=3)
         return self.name in names
 
+    def version(self) -> str | None:
+        """The version that is installed, or None."""
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return None
+
     def get(self, path: str, *parameters: str) -> Any:
         """What `path` names, such as `vllm.config:VllmConfig`, which takes these parameters.
 
@@ -66,10 +73,7 @@ class Host(NamedTuple):
         """Warn once of each reason that the host computes by itself."""
         if (self.name, reason) not in _warned:
             _warned.add((self.name, reason))
-            try:
-                found = version(self.distribution)
-            except PackageNotFoundError:
-                found = "of an unknown version"
+            found = self.version() or "of an unknown version"
             warnings.warn(
                 f"{self.name} {found} does not use hadagen here: {reason}; hadagen was tested with {self.name} "
                 f"{self.tested}, and {SWITCH}=none switches its hooks off",
