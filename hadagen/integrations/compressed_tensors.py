@@ -19,12 +19,12 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadagen.errors import UsageError, shown
-from hadagen.integrations.host import Changed, Host
+from hadagen.integrations.host import COMPRESSED_TENSORS as HOST
+from hadagen.integrations.host import Changed
 from hadagen.runtime.checks import DTYPES, plain
 from hadagen.runtime.rotation import Rotation
 from hadagen.runtime.sealed import version_of
 
-HOST = Host("compressed_tensors", "compressed-tensors", "0.19.0 and 0.20.0")
 _MODULE = "compressed_tensors.transform"
 _HELD = "_hadagen_rotation"
 _theirs: Any = None  # the forward of the host, once it is replaced
@@ -42,7 +42,7 @@ def enable() -> bool:
     if not HOST.is_enabled():
         return False
     try:
-        forward = HOST.get(f"{_MODULE}:HadamardTransform.forward", "self", "value")
+        forward = HOST.get(f"{_MODULE}:HadamardTransform.forward")
         if forward is _forward:
             return True
         _check(forward)
@@ -72,7 +72,7 @@ def load_transforms(model: torch.nn.Module, checkpoint: str | Path) -> None:
         for scheme in online.config_groups.values():
             scheme.apply = [each for each in scheme.apply if each.is_online()]
         online.config_groups = {name: scheme for name, scheme in online.config_groups.items() if scheme.apply}
-        HOST.get(f"{_MODULE}:apply_transform_config", "model", "config")(model, online)
+        HOST.get(f"{_MODULE}:apply_transform_config")(model, online)
         setattr(model, HOST.get("compressed_tensors:TRANSFORM_CONFIG_NAME"), config)
     weights = _weights_of(model)
     stored = _read_tensors(folder, {name for names in weights.values() for name in names})

@@ -17,11 +17,11 @@ import torch
 
 from hadagen.compat import sglang as functions
 from hadagen.errors import UsageError, shown
-from hadagen.integrations.host import SWITCH, Changed, Host
+from hadagen.integrations.host import SGLANG as HOST
+from hadagen.integrations.host import SWITCH, Changed
 from hadagen.runtime.checks import QUANTIZED
 from hadagen.runtime.quantize import rotate_quantize
 
-HOST = Host("sglang", "sglang", "0.5.23")
 _HADAMARD = "sglang.kernels.ops.quantization.hadamard"
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 _ACT_QUANT = "sglang.kernels.ops.quantization.act_quant_triton"
@@ -34,29 +34,28 @@ def register() -> None:
     if not HOST.is_enabled() or torch.version.cuda is None:
         return
     hooks: list[_Hook] = [
-        (_HADAMARD, name, _replacing(getattr(functions, name)), ("x", "scale"))
+        (_HADAMARD, name, _replacing(getattr(functions, name)))
         for name in (f"hadamard_transform_{order}n" for order in (12, 20, 28, 40))
     ]
     hooks += [
-        (_HADAMARD, "hadamard_transform", _replacing(functions.hadamard_transform), ()),  # an operator
-        (_ACT_QUANT, "act_quant", _act_quant, ("x", "block_size", "scale_fmt")),
+        (_HADAMARD, "hadamard_transform", _replacing(functions.hadamard_transform)),
+        (_ACT_QUANT, "act_quant", _act_quant),
     ]
     if HOST.version() == HOST.tested:  # the tests have read where queries of this version go
-        hooks.append((_INDEXER, "Indexer._maybe_rotate", _maybe_rotate, ("self", "x")))
+        hooks.append((_INDEXER, "Indexer._maybe_rotate", _maybe_rotate))
     try:
-        add = HOST.get(f"{_REGISTRY}:HookRegistry.register", "target", "hook", "hook_type")
+        add = HOST.get(f"{_REGISTRY}:HookRegistry.register")
         around = HOST.get(f"{_REGISTRY}:HookType.AROUND")
-        for module, name, _, parameters in hooks:
-            HOST.get(f"{module}:{name}", *parameters)
+        for module, name, _ in hooks:
+            HOST.get(f"{module}:{name}")
     except Changed as changed:
         HOST.warn(str(changed))
         return
-    for module, name, hook, _ in hooks:
+    for module, name, hook in hooks:
         add(f"{module}.{name}", hook, around)
 
 
-# Module and name of a function, the hook, and the parameters of the function.
-_Hook = tuple[str, str, Callable[..., Any], tuple[str, ...]]
+_Hook = tuple[str, str, Callable[..., Any]]  # module and name of a function, and the hook
 _Codes = tuple[torch.Tensor, torch.Tensor]  # and their scales
 
 

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 from hadagen.errors import TensorError, UsageError, choice, shown
-from hadagen.integrations.host import Changed, Host
+from hadagen.integrations.host import TORCHAO as HOST
+from hadagen.integrations.host import Changed
 from hadagen.runtime.checks import QUANTIZED, check_dtype, plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 
-HOST = Host("torchao", "torchao", "0.18.0")
 _MX = "torchao.prototype.mx_formats"
 try:
     _Config = HOST.get("torchao.core.config:AOBaseConfig")
@@ -31,15 +31,14 @@ try:
     _CLASSES = HOST.get("torchao.prototype.safetensors.safetensors_utils:ALLOWED_CLASSES")
     _NAMES = HOST.get("torchao.prototype.safetensors.safetensors_utils:ALLOWED_TENSORS_SUBCLASSES")
     _Tensor = HOST.get("torchao.utils:TorchAOBaseTensor")
-    _register = HOST.get("torchao.quantization.transform_module:register_quantize_module_handler", "config_type")
-    _int_scaled_matmul = HOST.get("torchao.kernel:int_scaled_matmul", "a", "b", "scales1")
-    _Int8 = HOST.get("torchao.quantization:Int8Tensor", "qdata", "scale", "block_size", "dtype")
-    _Float8 = HOST.get("torchao.quantization:Float8Tensor", "qdata", "scale", "block_size", "mm_config")
+    _register = HOST.get("torchao.quantization.transform_module:register_quantize_module_handler")
+    _int_scaled_matmul = HOST.get("torchao.kernel:int_scaled_matmul")
+    _Int8 = HOST.get("torchao.quantization:Int8Tensor")
+    _Float8 = HOST.get("torchao.quantization:Float8Tensor")
     _MMConfig = HOST.get("torchao.float8.inference:Float8MMConfig")
-    _ARGUMENTS = "elem_dtype", "block_size", "orig_dtype", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales"
-    _MXTensor = HOST.get(f"{_MX}.mx_tensor:MXTensor", "qdata", "scale", *_ARGUMENTS)
-    _NVFP4 = HOST.get(f"{_MX}.nvfp4_tensor:NVFP4Tensor", "qdata", "scale", "block_size", "orig_dtype")
-    _NVFP4Kwargs = HOST.get(f"{_MX}.nvfp4_tensor:QuantizeTensorToNVFP4Kwargs", "block_size")
+    _MXTensor = HOST.get(f"{_MX}.mx_tensor:MXTensor")
+    _NVFP4 = HOST.get(f"{_MX}.nvfp4_tensor:NVFP4Tensor")
+    _NVFP4Kwargs = HOST.get(f"{_MX}.nvfp4_tensor:QuantizeTensorToNVFP4Kwargs")
     _Preference = HOST.get("torchao.quantization.quantize_.common:KernelPreference")
 except Changed as changed:
     raise ImportError(

@@ -16,11 +16,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hadagen.compat.hadacore import hadacore_transform
 from hadagen.errors import UsageError
-from hadagen.integrations.host import Changed, Host
+from hadagen.integrations.host import VLLM as HOST
+from hadagen.integrations.host import Changed
 from hadagen.models.scheme import METHOD
 from hadagen.runtime.rotation import Rotation
-
-HOST = Host("vllm", "vllm", "0.32.0")
 
 _TRANSFORM = "vllm.model_executor.layers.quantization.compressed_tensors.transform.module"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -47,13 +46,10 @@ def _hook_transforms() -> None:
     module = HOST.get(_TRANSFORM)
     host = HOST.get(f"{_TRANSFORM}:HadamardTransform")
     shared = HOST.get(f"{_TRANSFORM}:SharedWeightParameter")
-    HOST.get(f"{_TRANSFORM}:SharedWeightParameter.add_partition", "self", "index")
-    forward = HOST.get(f"{_TRANSFORM}:HadamardTransform.forward", "self", "value", "part_id")
-    load = HOST.get(f"{_TRANSFORM}:HadamardTransform.process_weights_after_loading", "self")
-    make = HOST.get(
-        f"{_TRANSFORM}:HadamardTransform.__init__",
-        *("self", "transforms", "layer", "weight_loader", "input_size_per_partition", "output_partition_sizes"),
-    )
+    HOST.get(f"{_TRANSFORM}:SharedWeightParameter.add_partition")
+    forward = HOST.get(f"{_TRANSFORM}:HadamardTransform.forward")
+    load = HOST.get(f"{_TRANSFORM}:HadamardTransform.process_weights_after_loading")
+    make = HOST.get(f"{_TRANSFORM}:HadamardTransform.__init__")
     if forward.__module__ == __name__:
         return
     if forward.__module__ != host.__module__:
@@ -154,7 +150,7 @@ def _whole(shared: Any) -> Any:
 
 # ---- HadaCore --------------------------------------------------------------------------------------------------------
 def _hook_hadacore() -> None:
-    HOST.get("vllm._custom_ops:hadacore_transform", "x", "inplace")  # imports the operators
+    HOST.get("vllm._custom_ops:hadacore_transform")  # imports the operators
     if _operators or not hasattr(torch.ops._C, "hadacore_transform"):
         return  # vLLM builds it for some GPUs alone
     library: Any = torch.library.Library("_C", "IMPL")  # type: ignore[no-untyped-call]
@@ -168,7 +164,7 @@ def _hook_hadacore() -> None:
 
 # ---- checkpoints of hadagen ------------------------------------------------------------------------------------------
 def _add_quantization() -> None:
-    add = HOST.get(f"{_QUANTIZATION}:register_quantization_config", "quantization")
+    add = HOST.get(f"{_QUANTIZATION}:register_quantization_config")
     methods = HOST.get(f"{_QUANTIZATION}:QUANTIZATION_METHODS")
     try:
         from hadagen.integrations import vllm_quantization

@@ -177,7 +177,7 @@ def _hook_mlps(host: Host) -> None:
         _hooked.add(path)
         try:
             mlp = host.get(path)
-            make = host.get(f"{path}.__init__", "self")
+            make = host.get(f"{path}.__init__")
         except Changed as reason:
             host.warn(str(reason))
         else:
