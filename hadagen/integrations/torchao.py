@@ -141,20 +141,10 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
         per_tensor_scale: torch.Tensor | None = None,
     ) -> RotatedWeight:
         shape = qdata.shape[0], qdata.shape[1] * (2 if qdata.dtype == torch.uint8 else 1)
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
-
-    def __init__(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        kind: str,
-        block: int,
-        dtype: torch.dtype,
-        per_tensor_scale: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self.qdata, self.scale, self.per_tensor_scale = qdata, scale, per_tensor_scale
-        self.kind, self.block = kind, block
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)
+        made.qdata, made.scale, made.per_tensor_scale = qdata, scale, per_tensor_scale
+        made.kind, made.block = kind, block
+        return made  # type: ignore[no-any-return]
 
     def rotated(self) -> torch.Tensor:
         """The rotated weight, as torchao's tensor."""
