@@ -25,6 +25,8 @@ from hadagen.compiler.cubin import OLDEST_DRIVERS, cuda_release
 from hadagen.compiler.nvrtc import Nvrtc
 from hadagen.errors import DeviceError, HadagenError, NoCompilerError, ToolchainError
 from hadagen.gpu import driver, gpu_class, libcuda
+from hadagen.integrations.host import HOSTS, SWITCH, Host
+from hadagen.integrations.sources import installed_version, missing
 from hadagen.measure.monitor import Monitor, state_text
 from hadagen.owners import fault_of
 from hadagen.problem.problem import DType, Problem
@@ -34,7 +36,8 @@ from hadagen.runtime.choose import Match, match_of, serving
 from hadagen.runtime.device import Device, how_to_get_kernels
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
-OK, MISSING, BROKEN, UNTRIED, BUSY = "ok", "missing", "broken", "untried", "busy"
+OK, MISSING, BROKEN, UNTRIED, BUSY, OFF = "ok", "missing", "broken", "untried", "busy", "off"
+HOST = "host"  # the name of the checks of other projects
 # What a part would add to a machine on which calls and tests work without it.
 ADDS = {
     "gpu": "it would run kernels, and measure winners",
@@ -54,7 +57,8 @@ TUNES = {
 @dataclass(frozen=True)
 class Check:
     """One line of the report. `missing` limits what can be done here; `broken` is installed and does not work;
-    `untried` may work, but a trial needs something that is missing or broken; with `busy`, times would be wrong now."""
+    `untried` may work, but a trial needs something that is missing or broken; with `busy`, times would be wrong now;
+    `off` is switched off."""
 
     name: str
     state: str
@@ -74,7 +78,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
     The first lines say how calls run here, and what hadagen tune can do. The exit code is 1 only if something is
     broken: programs that are not installed, or no GPU, only limit what this machine can do.
     """
-    checks = [*_examined(), *_bundles()]
+    checks = [*_examined(), *_hosts(), *_bundles()]
     abilities = _abilities({check.name for check in checks if check.state == OK})
     if as_json:
         print_json({"can": abilities, "checks": [asdict(check) for check in checks]})
@@ -93,7 +97,11 @@ def _print(checks: Sequence[Check], abilities: Mapping[str, str]) -> None:
     for check in found.values():
         says = _says_optional(check, found, without_gpu)
         lines.append((check.name, "optional", says) if says else _line(check))
-    others = [check for check in checks if check.name not in CHECKS]
+    hosts = [check for check in checks if check.name == HOST]
+    states = ["optional" if check.state == UNTRIED else _line(check)[1] for check in hosts]
+    lines += [("", state, check.says) for state, check in zip(states, hosts, strict=True)]
+    lines[-len(hosts)] = ("hosts", *lines[-len(hosts)][1:])
+    others = [check for check in checks if check.name not in CHECKS and check.name != HOST]
     sound = [check.says.partition(": ") for check in others if check.state == OK]
     for folder, some in groupby(sound, key=lambda parts: os.path.dirname(parts[0])):
         lines.append(("bundles", OK, folder))
@@ -104,6 +112,28 @@ def _print(checks: Sequence[Check], abilities: Mapping[str, str]) -> None:
 
 def _line(check: Check) -> tuple[str, str, str]:
     return check.name, "limited" if check.state == MISSING else check.state, check.says
+
+
+def _hosts() -> list[Check]:
+    """One check for each project with hooks, and one for each unknown name in HADAGEN_INTEGRATIONS."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checks = [_host(host) for host in HOSTS.values()]
+    return checks + [Check(HOST, MISSING, str(warning.message)) for warning in caught]
+
+
+def _host(host: Host) -> Check:
+    """The project, which is not imported."""
+    found, tested, is_enabled = installed_version(host), f"tested with {host.tested}", host.is_enabled()
+    if found is None:
+        return Check(HOST, UNTRIED, f"{host.name} is not installed; {tested}")
+    says = f"{host.name} {found}, {tested}"
+    if host.has_switch and not is_enabled:
+        return Check(HOST, OFF, f"{says}; {SWITCH}={os.environ[SWITCH]}")
+    if lacks := missing(host):
+        more = f", and {len(lacks) - 1} more" if lacks[1:] else ""
+        return Check(HOST, MISSING, f"{says}; its hooks do not fit: {lacks[0]}{more}")
+    return Check(HOST, OK, f"{says}; it has all {len(host.needs)} names that the hooks need")
 
 
 def _verdict(

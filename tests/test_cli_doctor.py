@@ -1,6 +1,8 @@
 """`hadagen doctor`: what it finds sound, missing or broken on a machine."""
 
 import json
+import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from sample_trials import H200, make_kernel, make_trial
 from hadagen.cli import doctor, options
 from hadagen.errors import NoCompilerError
 from hadagen.gpu.gpu_class import class_name
+from hadagen.integrations.host import Host, _needs
 from hadagen.runtime.device import Device
 from hadagen.tuning_db.bundle import Bundle
 
@@ -36,6 +39,7 @@ def test_the_doctor_finds_a_machine_without_a_gpu_sound(sample: Path) -> None:
         "emulator": "ok",
         "cache": "ok",
         "bundle": "ok",
+        "host": "untried",  # the last of them
     }
     assert report["can"] == {"run_kernels": "no", "tune": "estimated"}
 
@@ -194,3 +198,48 @@ def test_the_doctor_finds_a_damaged_bundle() -> None:
     assert "\nbroken  bundle; see below\n" in result.stdout
     assert "\nbundle      broken " in result.stdout
     assert "is not a hadagen bundle" in unfolded(result.stdout)
+
+
+def test_the_doctor_looks_for_the_hooks_of_other_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their sources. None is imported."""
+    monkeypatch.setattr("hadagen.integrations.host._warned", set())
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if "editable" not in repr(each).lower()])
+    package = tmp_path / "torchao"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError")
+    source = """
+        from .shown import *
+        from .other import method as alone
+        try:
+            from missing import two
+        except ImportError:
+            class Base:
+                def method(self, x, *, y=1, **rest): ...
+            class Derived(Base):
+                kind: int = 0
+                @classmethod
+                def made(cls, n): ...
+    """
+    (package / "host.py").write_text(textwrap.dedent(source))
+    (package / "shown.py").write_text("shown = 1")
+    (package / "other.py").write_text("def method(x): ...")
+    needs = {"torchao.host": ("shown", "two", "alone(x)", "Base.method(self, x, y, rest)", "Derived.method(self)")}
+    needs["torchao.host"] += ("Derived.kind", "Derived.made(n)")
+    fits = Host("torchao", "torchao", "1.0", _needs(needs))
+
+    def says(host: Host) -> tuple[str, str]:
+        found = doctor._host(host)
+        return found.state, found.says
+
+    start = "torchao of an unknown version, tested with 1.0; "
+    assert says(fits) == ("ok", f"{start}it has all 7 names that the hooks need")
+    lost = fits._replace(needs=_needs({"torchao.host": ("gone", "Derived.gone"), "torchao.gone": ("x",)}))
+    assert says(lost) == ("missing", f"{start}its hooks do not fit: it has no torchao.host.gone, and 2 more")
+    other = fits._replace(needs=_needs({"torchao.host": ("Derived.made(m)",)}))
+    assert says(other)[1].endswith("its hooks do not fit: torchao.host.Derived.made takes n, not m")
+    assert says(fits._replace(name="nowhere")) == ("untried", "nowhere is not installed; tested with 1.0")
+    monkeypatch.setenv("HADAGEN_INTEGRATIONS", "vllm, sglag")
+    assert doctor._hosts()[-1].says == "HADAGEN_INTEGRATIONS has 'sglag', which is not known; did you mean sglang?"
+    assert says(fits) == ("off", f"{start}HADAGEN_INTEGRATIONS=vllm, sglag")
+    assert says(fits._replace(has_switch=False))[0] == "ok"

@@ -126,6 +126,38 @@ def test_a_weight_that_was_loaded_counts() -> None:
     assert torch.equal(one(x), before)
     one.weight.data = -one.weight.data
     assert torch.equal(one(x), -before)
+    one.weight.data.neg_()  # which no version counts
+    ours.enable()
+    assert torch.equal(one(x), before)
+
+
+def test_another_weight_in_the_same_memory_counts() -> None:
+    one, x = made(precision=torch.float64), values(4, 96)
+    memory = bytearray(one.weight.numpy().tobytes())
+    one.weight.data = torch.frombuffer(memory, dtype=torch.float64).view(96, 96)
+    before, address, version = one(x), one.weight.data_ptr(), one.weight._version
+    one.weight.data = torch.empty(96, 96, dtype=torch.float64)
+    torch.frombuffer(memory, dtype=torch.float64).neg_()
+    one.weight.data = torch.frombuffer(memory, dtype=torch.float64).view(96, 96)
+    assert (one.weight.data_ptr(), one.weight._version) == (address, version)
+    assert torch.equal(one(x), -before)
+
+
+@pytest.mark.parametrize("where", ["inference tensor", "disk"])
+def test_a_weight_whose_changes_cannot_be_seen_is_multiplied(
+    enabled: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with torch.inference_mode(where == "inference tensor"):
+        one, x = made(precision=torch.float64), values(4, 96)
+        if where == "disk":  # as the parameters of an offloaded module
+            offloaded = {"weight": torch.nn.Parameter(one.weight.to("meta"), requires_grad=False)}
+            kept = type("Cache", (dict,), {"offloaded_values": offloaded})(one._parameters)
+            monkeypatch.setitem(one.__dict__, "_parameters", kept)
+        with pytest.warns(UserWarning, match="is an inference tensor or on a disk, so nothing says when it changes"):
+            before = one(x)
+        one.weight.neg_()
+        assert torch.equal(one(x), -before)
+        assert torch.equal(one(x), enabled(one, x))
 
 
 def test_a_weight_is_recovered_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

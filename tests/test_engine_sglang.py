@@ -5,6 +5,7 @@ the signatures of the real ones, and all others are the real ones.
 """
 
 import ast
+import copy
 import importlib.metadata
 import inspect
 import logging
@@ -21,6 +22,7 @@ import torch
 
 import hadagen
 from hadagen.compat.fast_hadamard_transform import hadamard_transform_ref
+from hadagen.errors import UsageError
 from hadagen.integrations import host
 from hadagen.integrations import sglang as ours
 
@@ -95,6 +97,32 @@ def act_quant(
     return codes, scales
 
 
+class Indexer:
+    """What the real methods use."""
+
+    head_dim, rope_head_dim, block_size, alt_stream = 128, 64, 128, None
+    use_dsa_indexer_fusion = use_aiter_fused_fp8_writer = False
+    _maybe_rotate: Any
+    _get_q_k_bf16: Any
+
+    def __init__(self, scale_fmt: str | None = "ue8m0") -> None:
+        self.scale_fmt = scale_fmt
+        self.wq_b = lambda q: (q @ queries(64, 4 * 128), None)
+        self.wk = lambda x: (x @ queries(32, 128), None)
+        self.k_norm = lambda key: key
+        self.rotary_emb = lambda positions, q, k: (q * 1, k * 1)
+
+
+def with_real_methods(monkeypatch: pytest.MonkeyPatch, rotate: Any) -> type[Indexer]:
+    names: dict[str, Any] = {"torch": torch, "rotate_activation": rotate, "nullcontext": nullcontext}
+    names |= {"is_cp_active": lambda _: False, "rearrange": lambda x, _, d: x.unflatten(-1, (-1, d))}
+    for name in ("_maybe_rotate", "_get_q_k_bf16", "_update_rope_guarded"):
+        function = real(ours._INDEXER, f"Indexer.{name}", **names)
+        made = staticmethod(function) if name == "_update_rope_guarded" else function
+        monkeypatch.setattr(Indexer, name, made, raising=False)
+    return Indexer
+
+
 calls: list[str] = []
 
 
@@ -108,7 +136,8 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module_of(monkeypatch, ours._HADAMARD, **hadamard)
     module_of(monkeypatch, ours._ACT_QUANT, act_quant=with_real_signature(ours._ACT_QUANT, "act_quant", act_quant))
     rotate = real(ours._INDEXER, "rotate_activation", torch=torch, _is_hip=False, _is_xpu=False)
-    module_of(monkeypatch, ours._INDEXER, rotate_activation=rotate)
+    module_of(monkeypatch, ours._INDEXER, rotate_activation=rotate, Indexer=with_real_methods(monkeypatch, rotate))
+    monkeypatch.setattr(host, "version", {"sglang": ours.HOST.tested}.__getitem__)
     module_of(monkeypatch, KPOOL, rotate_activation=rotate)  # which imports it by name, before plugins are loaded
     for name in ("sglang.srt.environ", "sglang.srt.plugins", "sglang.srt.plugins.hook_registry"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -152,24 +181,36 @@ def test_transforms_are_those_of_hadagen(sglang: Any) -> None:
     assert calls == []
 
 
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The lengths that rotate_quantize rotates, or None, in the order of its calls."""
+    lengths, quantize = [], ours.rotate_quantize
+    monkeypatch.setattr(ours, "rotate_quantize", lambda x, n, **rest: lengths.append(n) or quantize(x, n, **rest))
+    return lengths
+
+
 @pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
-@pytest.mark.parametrize("module", [ours._INDEXER, KPOOL])
-def test_queries_are_rotated_and_quantized_at_once(
-    sglang: Any, monkeypatch: pytest.MonkeyPatch, module: str, scale_fmt: str | None
+@pytest.mark.parametrize("where", ["dsa_indexer", "another version", "dsa_indexer_kpool"])
+def test_queries_are_rotated_and_quantized(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, where: str, scale_fmt: str | None
 ) -> None:
+    """At once in the indexer of the tested version, else by a kernel each."""
+
+    def quantized(x: torch.Tensor) -> Any:
+        rotate = at(KPOOL, "rotate_activation") if "kpool" in where else Indexer(scale_fmt)._maybe_rotate
+        rotated = rotate(x)
+        x.zero_()  # as in a buffer of a CUDA graph
+        return at(ours._ACT_QUANT, "act_quant")(rotated, 128, scale_fmt)
+
     x = queries(5, 8, 128)
-    rotated = at(module, "rotate_activation")(x)
-    codes, scales = at(ours._ACT_QUANT, "act_quant")(rotated, 128, scale_fmt)
+    if where == "another version":
+        monkeypatch.setattr(host, "version", {"sglang": "0.5.24"}.__getitem__)
+    codes, scales = quantized(x.clone())
     assert calls == ["hadamard", "act_quant"]
     sglang()
     calls.clear()
-    operators = []
-    quantize = ours.rotate_quantize
-    monkeypatch.setattr(
-        ours, "rotate_quantize", lambda x, n, **options: operators.append(n) or quantize(x, n, **options)
-    )
-    found, of_found = at(ours._ACT_QUANT, "act_quant")(at(module, "rotate_activation")(x), 128, scale_fmt)
-    assert operators == [128]
+    lengths = fused_calls(monkeypatch)
+    found, of_found = quantized(x.clone())
+    assert lengths == [128 if where == "dsa_indexer" else None]
     assert calls == []
     assert (found.dtype, found.shape, of_found.dtype, of_found.shape) == (codes.dtype, x.shape, scales.dtype, (5, 8, 1))
     preset = hadagen.presets.deepseek_v32_indexer(x, power_of_two=scale_fmt is not None)
@@ -182,72 +223,52 @@ def test_queries_are_rotated_and_quantized_at_once(
         assert float((each - exact).norm() / exact.norm()) < 0.05
 
 
-def test_rotated_queries_that_something_else_uses_are_computed(sglang: Any) -> None:
-    x = queries(5, 8, 128)
-    expected = at(ours._INDEXER, "rotate_activation")(x)
+def test_only_act_quant_of_the_indexer_uses_a_quantized_query(sglang: Any) -> None:
     sglang()
-    rotate = at(ours._INDEXER, "rotate_activation")
-    turned = rotate(x)
-    assert (turned.shape, turned.dtype, turned.device, turned.is_contiguous()) == (x.shape, x.dtype, x.device, True)
-    torch.testing.assert_close(turned[:3] + 0, expected[:3], rtol=2**-7, atol=1e-2)
-    turned.mul_(2)
-    codes, scales = at(ours._ACT_QUANT, "act_quant")(turned)
-    torch.testing.assert_close(codes.float() * scales, 2 * expected.float(), rtol=0.07, atol=0.2)
-    key = rotate(x[:, 0])  # kernels store keys
-    assert type(key) is torch.Tensor
-    torch.testing.assert_close(key, expected[:, 0], rtol=2**-7, atol=1e-2)
+    query, quantize = Indexer()._maybe_rotate(queries(5, 8, 128)), at(ours._ACT_QUANT, "act_quant")
+    for use, name in {
+        (lambda: quantize(query, 64, "ue8m0"), "act_quant with block_size=64 and scale_fmt='ue8m0'"),
+        (lambda: quantize(query), "act_quant with block_size=128 and scale_fmt=None"),
+        (lambda: query.data_ptr(), "data_ptr"),
+        (lambda: query[:2], "indexing"),
+        (lambda: torch.ones(1) * query, "mul"),
+        (lambda: torch.empty(5, 8, 128).copy_(query), "copy_"),
+        (lambda: copy.copy(query), "__setstate__"),
+    }:
+        with pytest.raises(UsageError, match=f"^{name} needs the values of a rotated query, .*; set HADAGEN_INT"):
+            use()
 
 
-def test_what_hadagen_does_not_quantize_is_quantized_by_the_host(sglang: Any) -> None:
+def test_what_hadagen_does_not_quantize_is_quantized_by_the_host(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sglang()
-    quantize, rotate = at(ours._ACT_QUANT, "act_quant"), at(ours._INDEXER, "rotate_activation")
+    quantize = at(ours._ACT_QUANT, "act_quant")
     for x, block in ((queries(2, 3, 256), 256), (queries(2, 3, 128).double(), 128)):
+        monkeypatch.setattr(Indexer, "block_size", block)
         expected = act_quant(hadagen.hadamard_transform(x, x.shape[-1] ** -0.5), block)
         calls.clear()
-        found = quantize(rotate(x), block)
+        found = quantize(Indexer()._maybe_rotate(x), block)
         assert calls == ["act_quant"]
         assert all(torch.equal(each.float(), other.float()) for each, other in zip(found, expected, strict=True))
-
-
-class Indexer:
-    """What the real methods use."""
-
-    head_dim, rope_head_dim, block_size, scale_fmt, alt_stream = 128, 64, 128, "ue8m0", None
-    use_dsa_indexer_fusion = use_aiter_fused_fp8_writer = False
-
-    def __init__(self, rotate: Any) -> None:
-        names = {
-            "torch": torch,
-            "rotate_activation": rotate,
-            "is_cp_active": lambda _: False,
-            "nullcontext": nullcontext,
-        }
-        names["rearrange"] = lambda x, _, d: x.unflatten(-1, (-1, d))
-        for name in ("_maybe_rotate", "_get_q_k_bf16", "_update_rope_guarded"):
-            function = real(ours._INDEXER, f"Indexer.{name}", **names)
-            setattr(self, name, function.__get__(self) if name != "_update_rope_guarded" else function)
-        self.wq_b = lambda q: (q @ queries(64, 4 * 128), None)
-        self.wk = lambda x: (x @ queries(32, 128), None)
-        self.k_norm = lambda key: key
-        self.rotary_emb = lambda positions, q, k: (q * 1, k * 1)
+    monkeypatch.setattr(Indexer, "use_dsa_indexer_fusion", True)
+    assert Indexer()._maybe_rotate(x) is x
 
 
 def test_the_real_indexer_calls_one_kernel_for_queries(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own code from projections to codes."""
+    q, x = queries(6, 64) / 8, queries(6, 32) / 8
+    indexer = Indexer()
+    expected = indexer._get_q_k_bf16(q, x, None, False, None)
     sglang()
-    indexer = Indexer(at(ours._INDEXER, "rotate_activation"))
-    query, key, _ = indexer._get_q_k_bf16(queries(6, 64) / 8, queries(6, 32) / 8, None, False, None)
-    assert isinstance(query, ours._Rotated)
-    assert type(key) is torch.Tensor
+    lengths = fused_calls(monkeypatch)
+    query, key, _ = indexer._get_q_k_bf16(q, x, None, False, None)
     codes, scales = at(ours._ACT_QUANT, "act_quant")(query, indexer.block_size, indexer.scale_fmt)
-    assert query.result is None
-    assert codes.shape == (6, 4, 128)
-    preset = hadagen.presets.deepseek_v32_indexer(query.source, power_of_two=True)
-    assert torch.equal(codes.view(torch.uint8), preset.codes.view(torch.uint8))
-    assert torch.equal(scales, preset.scales)
+    assert lengths == [128]
+    torch.testing.assert_close(key, expected[1], rtol=2**-7, atol=1e-2)  # kernels store keys
+    values = codes.double() * scales
+    assert float((values - expected[0]).norm() / values.norm()) < 0.05
 
 
-@pytest.mark.parametrize("module", [ours._INDEXER, KPOOL, "sglang.srt.layers.attention.dsa.dsa_prefill_cuda_graph"])
+@pytest.mark.parametrize("module", [ours._INDEXER, "sglang.srt.layers.attention.dsa.dsa_prefill_cuda_graph"])
 def test_queries_are_only_quantized(module: str) -> None:
     """In the sources: the query that `_get_q_k_bf16` returns goes to act_quant alone."""
     path = Path(SGLANG, *module.split(".")).with_suffix(".py")
@@ -280,9 +301,9 @@ def test_hooks_are_switched_off(sglang: Any, monkeypatch: pytest.MonkeyPatch, of
 
 
 def test_a_host_that_has_changed_keeps_its_own(sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    module_of(monkeypatch, ours._INDEXER, rotate_activation=lambda hidden: hidden)
+    module_of(monkeypatch, ours._INDEXER, Indexer=type("Indexer", (), {"_maybe_rotate": lambda self, hidden: hidden}))
     before = at(ours._ACT_QUANT, "act_quant")
-    with pytest.warns(UserWarning, match="dsa_indexer.rotate_activation takes hidden, not x; hadagen was tested with"):
+    with pytest.warns(UserWarning, match="Indexer._maybe_rotate takes self, hidden, not self, x; hadagen was tested w"):
         sglang()
     assert at(ours._ACT_QUANT, "act_quant") is before
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]

@@ -223,19 +223,51 @@ def test_checkpoints_of_hadagen_are_compiled(tmp_path: Path) -> None:
     assert found["tokens"] == tokens
 
 
+def test_adapters_of_checkpoints_that_do_not_rotate_hidden_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of down_proj, whose input another kernel activates then."""
+    from safetensors.torch import save_file
+
+    tensors = {}
+
+    def adapted(model: Any) -> list[int]:
+        for name, layer in model.named_modules():
+            if name.endswith("down_proj"):
+                down, up = (torch.randn(each, device="cpu") / 8 for each in ((8, 192), (64, 8)))
+                layer.register_forward_hook(lambda _, x, y, down=down, up=up: y + x[0] @ down.T @ up.T)
+                tensors[f"base_model.model.{name}.lora_A.weight"] = down
+                tensors[f"base_model.model.{name}.lora_B.weight"] = up
+        return original(model)
+
+    original = greedy
+    monkeypatch.setitem(globals(), "greedy", adapted)
+    tokens = quantized(tmp_path / "model", "fp8", "fp8-row", 32, rotation="blocks")
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["down_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    assert run("adapted", tmp_path / "model", tmp_path / "adapter")["tokens"] == tokens
+
+
 def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
     transformed(tmp_path / "permuted", randomize=True)
     quantized(tmp_path / "newer", "fp8", "fp8-row", version=2)
     quantized(tmp_path / "unknown", "fp8", "fp8-row", activations="int3-row")
     quantized(tmp_path / "longer", "fp8", "fp8-row", online={"down_proj": {"n": 384, "block": None}})
     quantized(tmp_path / "mixed", "fp8", "fp8-row", ignore=["lm_head", "up_proj"])
-    folders = [tmp_path / name for name in ("permuted", "newer", "unknown", "longer", "mixed")]
-    permuted, newer, unknown, longer, mixed, split = run("refused", *folders)
+    quantized(tmp_path / "rotated", "fp8", "fp8-row")
+    folders = [tmp_path / name for name in ("permuted", "newer", "unknown", "longer", "mixed", "rotated")]
+    permuted, newer, unknown, longer, mixed, *rotated, split = run("refused", *folders)
     assert permuted.startswith("UsageError: the transform R4 has randomize=true")
     assert "version 2; this hadagen reads version 1, so update hadagen" in newer
     assert "activations = 'int3-row' is not known" in unknown
     assert "mlp.down_proj has 192 inputs, but the checkpoint rotates 384 of them" in longer
     assert "up_proj, of which the checkpoint quantizes or rotates only some" in mixed
+    for said, why in zip(rotated, ("pooling would", "LoRA adapters of", "prompt embeddings do"), strict=True):
+        assert said.startswith(
+            f'UsageError: the checkpoint has rotation="quarot", which rotates hidden states, so {why}'
+        )
     assert split.startswith("mlp.down_proj rotates blocks of 192 inputs, which 2 ranks cannot share")
 
 

@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from hadagen.integrations.host import HOSTS
+from hadagen.integrations.sources import missing
+
 ENGINES = os.environ.get("HADAGEN_TEST_ENGINES", "")
 pytestmark = pytest.mark.skipif(not ENGINES, reason="needs other projects: run make engine-test")
 
@@ -47,3 +50,12 @@ def test_modelopt_rotates_with_hadagen() -> None:
     )
     assert ours == "True"
     assert float(error) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("host", "folder"),
+    {"vllm": "VLLM", "sglang": "SGLANG", "torchao": "TORCHAO", "compressed_tensors": "LLMCOMPRESSOR"}.items(),
+)
+def test_the_sources_of_hosts_have_what_hooks_need(host: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(os.environ[f"HADAGEN_TEST_{folder}"])
+    assert missing(HOSTS[host]) == []

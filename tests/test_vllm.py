@@ -1,11 +1,12 @@
 """What the plugin for vLLM does without a vLLM that fits. tests/test_engine_vllm.py has vLLM."""
 
-import re
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from hadagen import Rotation
 from hadagen.integrations import host, vllm
 
 
@@ -19,6 +20,29 @@ def test_a_hook_that_fails_does_not_keep_vllm_from_starting(monkeypatch: pytest.
     assert len(said) == 3
     assert "it has no vllm.model_executor" in said[0]
     assert "ZeroDivisionError: integer division or modulo by zero" in said[1]
+
+
+@pytest.mark.parametrize("n", [2, 64, 1536])
+def test_a_weight_that_was_loaded_into_the_same_memory_counts(n: int) -> None:
+    def weight_of(seed: int) -> torch.Tensor:
+        signs = torch.randint(2, (n,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+        return Rotation(n, "compressed-tensors", signs=signs)(torch.eye(n, dtype=torch.float64)).bfloat16()
+
+    weight = weight_of(0)
+    shared = SimpleNamespace(partitions={0: weight.view(n, n)}, local_tensors={weight})
+    scheme = SimpleNamespace(type="random-hadamard")
+    layer = SimpleNamespace(weight=shared, transforms={0: ("R4", scheme, None)})
+    before = vllm._rotations_of(layer)["0"]
+    weight.data.div_(3)  # as vLLM scales it
+    assert vllm._rotations_of(layer)["0"] is before
+    weight.data.copy_(weight_of(1))
+    after, x = vllm._rotations_of(layer)["0"], torch.eye(n)
+    assert torch.equal(after(x).bfloat16(), weight_of(1))
+    assert not vllm._is_of(after, torch.zeros_like(weight))
+    for row, column in ((0, 0), (n // 2, n - 1), (n // 2, slice(None))):
+        other = weight.clone()
+        other[row, column] *= -1
+        assert not vllm._is_of(after, other)
 
 
 @pytest.mark.filterwarnings("error")
@@ -37,9 +61,3 @@ def test_a_switch_with_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatc
         found = [vllm.HOST.is_enabled() for _ in range(2)]
     assert found == [False, False]
     assert len(caught) == 1
-
-
-def test_the_switch_knows_all_hosts() -> None:
-    modules = Path(host.__file__).parent.glob("*.py")
-    names = {name for module in modules for name in re.findall(r'Host\("(\w+)"', module.read_text())}
-    assert names == {*host.NAMES} - {"none"}

@@ -46,15 +46,18 @@ def sylvester(n: int) -> torch.Tensor:
     return deterministic_hadamard_matrix(n, torch.float32) / n**0.5
 
 
-def generate(model: str, **options: Any) -> dict[str, Any]:
-    """The tokens, and the least difference of the two largest log-probabilities."""
+def generate(model: str, adapter: str = "", **options: Any) -> dict[str, Any]:
+    """The tokens, and the least difference of the two largest log-probabilities. adapter: the folder of a LoRA."""
     from vllm import LLM, SamplingParams
 
     settings = {"enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 2}
     settings |= {"kv_cache_memory_bytes": 1 << 24, "block_size": 32, "dtype": "float32"} | options
     llm = LLM(model=model, **settings)
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, detokenize=False, logprobs=2)
-    [found] = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("adapter", 1, adapter) if adapter else None
+    [found] = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False, lora_request=lora)
     best = [sorted(each.logprob for each in step.values())[-2:] for step in found.outputs[0].logprobs]
     return {"tokens": list(found.outputs[0].token_ids), "margin": min(first - second for second, first in best)}
 
@@ -164,20 +167,27 @@ def quantized(*models: str) -> list[dict[str, Any]]:
     return [*results, generate(models[0]) | counts]
 
 
+def adapted(model: str, adapter: str) -> dict[str, Any]:
+    """With an adapter."""
+    return generate(model, adapter, enable_lora=True, max_lora_rank=8)
+
+
 def compiled(model: str) -> dict[str, Any]:
     """With vLLM's compiler, which takes no break in a graph."""
     return generate(model, enforce_eager=False, compilation_config={"backend": "eager"})
 
 
 def refused(*models: str) -> list[str]:
-    """The errors of models that vLLM does not load, and of a layer."""
-    return [*map(failed, models), refused_in_parallel("mlp.down_proj")]
+    """The errors of models that vLLM does not load, of uses of the last model, and of a layer."""
+    uses: tuple[dict[str, Any], ...] = ({"runner": "pooling"}, {"enable_lora": True}, {"enable_prompt_embeds": True})
+    found = [*map(failed, models[:-1]), *(failed(models[-1], **use) for use in uses)]
+    return [*found, refused_in_parallel("mlp.down_proj")]
 
 
-def failed(model: str) -> str:
+def failed(model: str, **options: Any) -> str:
     """The error of a model that cannot be loaded."""
     try:
-        generate(model)
+        generate(model, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

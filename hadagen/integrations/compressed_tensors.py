@@ -19,12 +19,12 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadagen.errors import UsageError, shown
-from hadagen.integrations.host import Changed, Host
+from hadagen.integrations.host import COMPRESSED_TENSORS as HOST
+from hadagen.integrations.host import Changed
 from hadagen.runtime.checks import DTYPES, plain
 from hadagen.runtime.rotation import Rotation
-from hadagen.runtime.sealed import version_of
+from hadagen.runtime.sealed import StorageWeakRef, version_of
 
-HOST = Host("compressed_tensors", "compressed-tensors", "0.19.0 and 0.20.0")
 _MODULE = "compressed_tensors.transform"
 _HELD = "_hadagen_rotation"
 _theirs: Any = None  # the forward of the host, once it is replaced
@@ -34,6 +34,7 @@ def enable() -> bool:
     """Let transforms of compressed-tensors rotate with hadagen, in all models of this process.
 
     Call it before models are loaded: a transform that compressed-tensors has offloaded keeps the forward that it had.
+    Call it again after a write to a weight through `.data`, which no version counts.
 
     Returns whether they do. They do not if HADAGEN_INTEGRATIONS excludes `compressed_tensors`; and, after a warning, if
     this version of compressed-tensors computes transforms in another way.
@@ -42,10 +43,12 @@ def enable() -> bool:
     if not HOST.is_enabled():
         return False
     try:
-        forward = HOST.get(f"{_MODULE}:HadamardTransform.forward", "self", "value")
+        forward = HOST.get(f"{_MODULE}:HadamardTransform.forward")
         if forward is _forward:
+            _recovered.clear()
             return True
-        _check(forward)
+        with torch.inference_mode(False):
+            _check(forward)
     except Changed as changed:
         HOST.warn(str(changed))
         return False
@@ -72,7 +75,7 @@ def load_transforms(model: torch.nn.Module, checkpoint: str | Path) -> None:
         for scheme in online.config_groups.values():
             scheme.apply = [each for each in scheme.apply if each.is_online()]
         online.config_groups = {name: scheme for name, scheme in online.config_groups.items() if scheme.apply}
-        HOST.get(f"{_MODULE}:apply_transform_config", "model", "config")(model, online)
+        HOST.get(f"{_MODULE}:apply_transform_config")(model, online)
         setattr(model, HOST.get("compressed_tensors:TRANSFORM_CONFIG_NAME"), config)
     weights = _weights_of(model)
     stored = _read_tensors(folder, {name for names in weights.values() for name in names})
@@ -121,9 +124,11 @@ def _axis(self: Any) -> int:
 
 
 class _Recovered(NamedTuple):
-    """The rotation that was recovered from a weight, or None; and the version and address of the weight then."""
+    """The rotation that was recovered from a weight, or None; and the version, memory and address of the weight
+    then."""
 
     version: int
+    memory: StorageWeakRef
     address: int
     rotation: Rotation | None
     on_device: dict[torch.device, Rotation]
@@ -157,10 +162,14 @@ def _rotation_of(self: Any, kind: type, dtype: torch.dtype, device: torch.device
     if stored.requires_grad:
         HOST.warn("the weight of a transform is trained")
         return None
+    if stored.is_inference() or (stored.is_meta and not self.weight.is_meta):
+        HOST.warn("the weight of a transform is an inference tensor or on a disk, so nothing says when it changes")
+        return None
     version, address = version_of(stored), stored.data_ptr()
     found: _Recovered | None = _recovered.get(stored)
-    if found is None or (found.version, found.address) != (version, address):
-        found = _recovered[stored] = _Recovered(version, address, _recover(self.weight.detach()), {})
+    if found is None or (found.version, found.address) != (version, address) or found.memory.expired():
+        memory = StorageWeakRef(stored.untyped_storage())
+        found = _recovered[stored] = _Recovered(version, memory, address, _recover(self.weight.detach()), {})
     if found.rotation is not None and device not in found.on_device:
         found.on_device[device] = deepcopy(found.rotation).to(device)
     return found.on_device.get(device)

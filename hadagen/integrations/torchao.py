@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 from hadagen.errors import TensorError, UsageError, choice, shown
-from hadagen.integrations.host import Changed, Host
+from hadagen.integrations.host import TORCHAO as HOST
+from hadagen.integrations.host import Changed
 from hadagen.runtime.checks import QUANTIZED, check_dtype, plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 
-HOST = Host("torchao", "torchao", "0.18.0")
 _MX = "torchao.prototype.mx_formats"
 try:
     _Config = HOST.get("torchao.core.config:AOBaseConfig")
@@ -31,15 +31,14 @@ try:
     _CLASSES = HOST.get("torchao.prototype.safetensors.safetensors_utils:ALLOWED_CLASSES")
     _NAMES = HOST.get("torchao.prototype.safetensors.safetensors_utils:ALLOWED_TENSORS_SUBCLASSES")
     _Tensor = HOST.get("torchao.utils:TorchAOBaseTensor")
-    _register = HOST.get("torchao.quantization.transform_module:register_quantize_module_handler", "config_type")
-    _int_scaled_matmul = HOST.get("torchao.kernel:int_scaled_matmul", "a", "b", "scales1")
-    _Int8 = HOST.get("torchao.quantization:Int8Tensor", "qdata", "scale", "block_size", "dtype")
-    _Float8 = HOST.get("torchao.quantization:Float8Tensor", "qdata", "scale", "block_size", "mm_config")
+    _register = HOST.get("torchao.quantization.transform_module:register_quantize_module_handler")
+    _int_scaled_matmul = HOST.get("torchao.kernel:int_scaled_matmul")
+    _Int8 = HOST.get("torchao.quantization:Int8Tensor")
+    _Float8 = HOST.get("torchao.quantization:Float8Tensor")
     _MMConfig = HOST.get("torchao.float8.inference:Float8MMConfig")
-    _ARGUMENTS = "elem_dtype", "block_size", "orig_dtype", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales"
-    _MXTensor = HOST.get(f"{_MX}.mx_tensor:MXTensor", "qdata", "scale", *_ARGUMENTS)
-    _NVFP4 = HOST.get(f"{_MX}.nvfp4_tensor:NVFP4Tensor", "qdata", "scale", "block_size", "orig_dtype")
-    _NVFP4Kwargs = HOST.get(f"{_MX}.nvfp4_tensor:QuantizeTensorToNVFP4Kwargs", "block_size")
+    _MXTensor = HOST.get(f"{_MX}.mx_tensor:MXTensor")
+    _NVFP4 = HOST.get(f"{_MX}.nvfp4_tensor:NVFP4Tensor")
+    _NVFP4Kwargs = HOST.get(f"{_MX}.nvfp4_tensor:QuantizeTensorToNVFP4Kwargs")
     _Preference = HOST.get("torchao.quantization.quantize_.common:KernelPreference")
 except Changed as changed:
     raise ImportError(
@@ -142,20 +141,10 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
         per_tensor_scale: torch.Tensor | None = None,
     ) -> RotatedWeight:
         shape = qdata.shape[0], qdata.shape[1] * (2 if qdata.dtype == torch.uint8 else 1)
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
-
-    def __init__(
-        self,
-        qdata: torch.Tensor,
-        scale: torch.Tensor,
-        kind: str,
-        block: int,
-        dtype: torch.dtype,
-        per_tensor_scale: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self.qdata, self.scale, self.per_tensor_scale = qdata, scale, per_tensor_scale
-        self.kind, self.block = kind, block
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)
+        made.qdata, made.scale, made.per_tensor_scale = qdata, scale, per_tensor_scale
+        made.kind, made.block = kind, block
+        return made  # type: ignore[no-any-return]
 
     def rotated(self) -> torch.Tensor:
         """The rotated weight, as torchao's tensor."""

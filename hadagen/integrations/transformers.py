@@ -15,13 +15,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from hadagen.errors import UsageError, shown
-from hadagen.integrations.host import SWITCH, Changed, Host
+from hadagen.integrations.host import SWITCH, Changed
+from hadagen.integrations.host import TRANSFORMERS as HOST
 from hadagen.models.folding import Sizes, planned
 from hadagen.models.modules import insert, merge, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
 from hadagen.runtime.checks import QUANTIZED
-
-HOST = Host("transformers", "transformers", "5.24")
 
 
 def _host_of() -> tuple[Any, Any, str]:
@@ -32,9 +31,9 @@ def _host_of() -> tuple[Any, Any, str]:
         config = HOST.get("transformers.utils.quantization_config:QuantizationConfigMixin")
         quantizer = HOST.get("transformers.quantizers.base:HfQuantizer")
         for name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading"):
-            HOST.get(f"transformers.quantizers.base:HfQuantizer.{name}", "self", "model", "kwargs")
-        HOST.get("transformers.quantizers.auto:register_quantization_config", "method")
-        HOST.get("transformers.quantizers.auto:register_quantizer", "name")
+            HOST.get(f"transformers.quantizers.base:HfQuantizer.{name}")
+        HOST.get("transformers.quantizers.auto:register_quantization_config")
+        HOST.get("transformers.quantizers.auto:register_quantizer")
     except Changed as reason:
         HOST.warn(str(reason))
         return object, object, str(reason)

@@ -16,11 +16,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hadagen.compat.hadacore import hadacore_transform
 from hadagen.errors import UsageError
-from hadagen.integrations.host import Changed, Host
+from hadagen.integrations.host import VLLM as HOST
+from hadagen.integrations.host import Changed
 from hadagen.models.scheme import METHOD
 from hadagen.runtime.rotation import Rotation
-
-HOST = Host("vllm", "vllm", "0.32.0")
 
 _TRANSFORM = "vllm.model_executor.layers.quantization.compressed_tensors.transform.module"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -47,17 +46,23 @@ def _hook_transforms() -> None:
     module = HOST.get(_TRANSFORM)
     host = HOST.get(f"{_TRANSFORM}:HadamardTransform")
     shared = HOST.get(f"{_TRANSFORM}:SharedWeightParameter")
-    HOST.get(f"{_TRANSFORM}:SharedWeightParameter.add_partition", "self", "index")
-    forward = HOST.get(f"{_TRANSFORM}:HadamardTransform.forward", "self", "value", "part_id")
-    load = HOST.get(f"{_TRANSFORM}:HadamardTransform.process_weights_after_loading", "self")
-    make = HOST.get(
-        f"{_TRANSFORM}:HadamardTransform.__init__",
-        *("self", "transforms", "layer", "weight_loader", "input_size_per_partition", "output_partition_sizes"),
-    )
+    HOST.get(f"{_TRANSFORM}:SharedWeightParameter.add_partition")
+    forward = HOST.get(f"{_TRANSFORM}:HadamardTransform.forward")
+    load = HOST.get(f"{_TRANSFORM}:HadamardTransform.process_weights_after_loading")
+    make = HOST.get(f"{_TRANSFORM}:HadamardTransform.__init__")
     if forward.__module__ == __name__:
         return
     if forward.__module__ != host.__module__:
         raise Changed(f"{forward.__module__} has replaced HadamardTransform.forward")
+
+    module.SharedWeightParameter = _whole(shared)
+    host.__init__, host.process_weights_after_loading = _checking(make, module), _recovering(load)
+    host.forward = _rotating(forward)
+
+
+def _checking(make: Callable[..., None], module: Any) -> Callable[..., None]:
+    """`HadamardTransform.__init__`, with tensor parallelism where ranks rotate alone. Raises `UsageError` for
+    permutations."""
 
     def made(
         self: Any, transforms: Mapping[int, Any], layer: Any, weight_loader: Any, inputs: int, outputs: Sequence[int]
@@ -72,6 +77,12 @@ def _hook_transforms() -> None:
         with _as_one_rank(module) if whole else nullcontext():
             make(self, transforms, layer, weight_loader, inputs, outputs)
 
+    return made
+
+
+def _recovering(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`HadamardTransform.process_weights_after_loading`, after which the transform has its rotations."""
+
     def loaded(self: Any) -> None:
         load(self)
         try:
@@ -79,18 +90,23 @@ def _hook_transforms() -> None:
         except AttributeError as error:  # of a vLLM that has changed, whose own forward runs then
             HOST.warn(str(error))
 
+    return loaded
+
+
+def _rotating(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`HadamardTransform.forward`, which rotates where the transform has a rotation."""
+
     def rotated(self: Any, value: torch.Tensor, part_id: int = 0) -> torch.Tensor:
         rotations: Any = getattr(self, "rotations", {})
         if str(part_id) not in rotations:
-            return forward(self, value, part_id)  # type: ignore[no-any-return]
+            return forward(self, value, part_id)
         rotation: Rotation = rotations[str(part_id)]
         apply: Callable[..., torch.Tensor] = rotation.inverse if self.transforms[part_id].args.inverse else rotation
         if value.shape[-1] == rotation.n:
             return apply(value)
         return apply(value.view(*value.shape[:-1], -1, rotation.n)).flatten(-2)
 
-    module.SharedWeightParameter = _whole(shared)
-    host.__init__, host.process_weights_after_loading, host.forward = made, loaded, rotated
+    return rotated
 
 
 def _rotations_of(module: Any) -> dict[str, Rotation]:
@@ -102,7 +118,7 @@ def _rotations_of(module: Any) -> dict[str, Rotation]:
             continue
         # Layers share this tensor, and wrap it in parameters of their own. So the rotation is recovered once.
         weight = next((each for each in module.weight.local_tensors if each.data_ptr() == part.data_ptr()), part)
-        if weight not in _found:
+        if weight not in _found or (_found[weight] is not None and not _is_of(_found[weight], weight)):
             _found[weight] = _recovered(name, weight)
         if _found[weight] is not None:
             rotations[str(index)] = _found[weight]
@@ -115,6 +131,20 @@ def _recovered(name: str, weight: torch.Tensor) -> Rotation | None:
     except UsageError as error:
         HOST.warn(f"in the transform {name}, {error}")
         return None
+
+
+def _is_of(rotation: Rotation, weight: torch.Tensor) -> bool:
+    """Whether the weight still has the values of the rotation: vLLM loads new ones into the same memory, and no version
+    counts that. One product says so, because another sign of an entry changes it by 2 of n terms."""
+    n = len(weight)
+    v = 1 + torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    v = (v * (1 - 2 * (torch.arange(n, device="cpu") * 7 % 11 % 2))).to(weight.device)
+    product = torch.zeros_like(v)
+    for first in range(0, n, 1024):  # all rows in float64 would take much memory
+        product += v[first : first + 1024] @ weight[first : first + 1024].to(v.dtype)
+    expected = rotation(v)
+    product *= expected.norm() / product.norm()
+    return bool((product - expected).abs().max() < 0.1 * n**-0.5)
 
 
 def _rotates_alone(part: Any, layer: Any, inputs: int, outputs: int) -> bool:
@@ -154,7 +184,7 @@ def _whole(shared: Any) -> Any:
 
 # ---- HadaCore --------------------------------------------------------------------------------------------------------
 def _hook_hadacore() -> None:
-    HOST.get("vllm._custom_ops:hadacore_transform", "x", "inplace")  # imports the operators
+    HOST.get("vllm._custom_ops:hadacore_transform")  # imports the operators
     if _operators or not hasattr(torch.ops._C, "hadacore_transform"):
         return  # vLLM builds it for some GPUs alone
     library: Any = torch.library.Library("_C", "IMPL")  # type: ignore[no-untyped-call]
@@ -168,7 +198,7 @@ def _hook_hadacore() -> None:
 
 # ---- checkpoints of hadagen ------------------------------------------------------------------------------------------
 def _add_quantization() -> None:
-    add = HOST.get(f"{_QUANTIZATION}:register_quantization_config", "quantization")
+    add = HOST.get(f"{_QUANTIZATION}:register_quantization_config")
     methods = HOST.get(f"{_QUANTIZATION}:QUANTIZATION_METHODS")
     try:
         from hadagen.integrations import vllm_quantization

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.functional import linear
 from vllm import _custom_ops
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -64,7 +65,12 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
         return []
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
-        """The method of a linear layer, of which vLLM merges some from several of the checkpoint."""
+        """The method of a linear layer, of which vLLM merges some from several of the checkpoint.
+
+        Raises `UsageError` if the checkpoint has rotated hidden states, and vLLM is to use them outside of the model.
+        """
+        if self.scheme.rotation == "quarot":
+            _check_hidden_states()
         _hook_mlps(self.host)  # in the process that makes the model, which makes attention before the first MLP
         if not isinstance(layer, LinearBase):
             return None
@@ -148,13 +154,30 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         return linear(q.dequantize(x.dtype), values_of(layer.weight, layer.weight_scale, x.dtype), bias)
 
 
+def _check_hidden_states() -> None:
+    """Raise `UsageError` if vLLM uses hidden states outside of the model that it makes now."""
+    config: Any = get_current_vllm_config_or_none()
+    if config is None:
+        return
+    for is_used, use in (
+        (config.model_config.runner_type == "pooling", "pooling would return rotated embeddings"),
+        (config.lora_config is not None, "LoRA adapters of the original model do not fit (enable_lora)"),
+        (config.model_config.enable_prompt_embeds, "prompt embeddings do not fit (enable_prompt_embeds)"),
+    ):
+        if is_used:
+            raise UsageError(
+                f'the checkpoint has rotation="quarot", which rotates hidden states, so {use}; quantize the model '
+                'again with rotation="blocks"'
+            )
+
+
 def _hook_mlps(host: Host) -> None:
     """Let the last layers of MLPs compute SiLU·mul too, in the kernel that rotates and quantizes."""
     for path in set(_MLPS) - _hooked:
         _hooked.add(path)
         try:
             mlp = host.get(path)
-            make = host.get(f"{path}.__init__", "self")
+            make = host.get(f"{path}.__init__")
         except Changed as reason:
             host.warn(str(reason))
         else:
@@ -165,7 +188,9 @@ def _fused(make: Callable[..., None]) -> Callable[..., None]:
     @wraps(make)
     def made(self: Any, *arguments: Any, **options: Any) -> None:
         make(self, *arguments, **options)
-        method = self.down_proj.quant_method
+        method, config = self.down_proj.quant_method, get_current_vllm_config_or_none()
+        if config is not None and config.lora_config is not None:  # adapters of down_proj take its input
+            return
         if isinstance(method, QuantizedMethod) and method.scheme.activations and type(self.act_fn) is SiluAndMul:
             method.before = prologues.SiluMul()
             self.act_fn = torch.nn.Identity()
