@@ -23,6 +23,7 @@ SiLU·mul, a rotation and codes of several formats, without a product, are also 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -213,6 +214,8 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU to measure; on a CPU, run: python examples/layer.py check")
+    compiled_silu_mul()(random(1, 2))  # loads the modules that compile
+    gc.freeze()  # because torch.cuda.graph collects garbage each time, and looks at all objects that are there
     rows = measured(options.models, options.tokens)
     chains = measured_chains(options.models[0], options.chain_tokens)
     if options.json:

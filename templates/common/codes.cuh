@@ -76,24 +76,15 @@ struct Divisor {
         const float about = product(x, reciprocal);
         return fma(-fma(about, value, -x), reciprocal, about);  // in this order a zero keeps its sign
     }
-    HADAGEN_INLINE float exact(float x) const;
-};
-// Both times a power of two, so that what counts is not subnormal.
-struct Longer {
-    float power, by, inverse;
+    // Both times a power of two, so that what counts is not subnormal.
     HADAGEN_INLINE float exact(float x) const {
+        const float power = value < 0x1p-60f ? 0x1p90f : value > 0x1p60f ? 0x1p-60f : 1.0f;
+        const float by = product(value, power), inverse = reciprocal_of(by);
         const float size = product(x, power), about = product(size, inverse);
         const bool is_exact = by == 0.0f || !is_finite(by) || !is_finite(about);
         return is_exact ? about : fma(-fma(about, by, -size), inverse, about);
     }
 };
-template <class D> HADAGEN_INLINE const D& longer_of(const D& one) { return one; }
-HADAGEN_INLINE Longer longer_of(const Divisor& one) {
-    const float power = one.value < 0x1p-60f ? 0x1p90f : one.value > 0x1p60f ? 0x1p-60f : 1.0f;
-    const float by = product(one.value, power);
-    return {power, by, reciprocal_of(by)};
-}
-HADAGEN_INLINE float Divisor::exact(float x) const { return longer_of(*this).exact(x); }
 HADAGEN_INLINE Divisor divide_by(float value, u32 bits) { return {bits, value, reciprocal_of_usual(value)}; }
 HADAGEN_INLINE Divisor divide_by(float value) { return divide_by(value, as_word(value)); }
 template <class D> HADAGEN_INLINE D quick_of(const D& one) { return one; }
@@ -264,14 +255,37 @@ template <class T, bool lowest> struct Int4Rounded : Int4<lowest> {
     }
 };
 
-// The value to encode where some group of the warp is not quick. In a group that is, its code is the one that the quick way
-// gives, so that it depends on no other group.
-template <class Code, class D>
-HADAGEN_INLINE float among_others(const D& one, float x, float scaled, float scale_of_code) {
-    const auto longer = longer_of(one);
-    if (is_quick(one, scale_of_code)) return Code::as_quick(quick_of(one, scale_of_code), x);
-    return Code::instead(scaled, longer.exact(scaled));
+// ---- the longer way of a warp that has quick groups too -------------------------------------------------------------
+// A value of a quick group becomes one of which `four` makes the code of the quick way, so that no code depends on another
+// group. First every value is `begun`, then `exact` of `rest_of` ends it: a thread needs fewer registers in two steps.
+struct DivisorBegun {
+    Times quick;  // 0 if the group is not quick
+    template <class Code> HADAGEN_INLINE float begun(float x, float scaled, float) const {
+        return quick.factor != 0.0f ? Code::as_quick(quick, x) : scaled;
+    }
+};
+HADAGEN_INLINE DivisorBegun begin_of(const Divisor& one, float scale) {
+    return {{is_quick(one, scale) ? quick_of(one, scale).factor : 0.0f}};
 }
+HADAGEN_INLINE DivisorBegun from_lane(const DivisorBegun& one, u32 lane) { return {from_lane(one.quick, lane)}; }
+template <class D> HADAGEN_INLINE D rest_of(D one, float scale) {
+    if (is_quick(one, scale)) one.value = 1.0f;
+    return one;
+}
+// With factors, the first step does it all.
+struct FactorBegun : Factor {
+    template <class Code> HADAGEN_INLINE float begun(float x, float scaled, float scale) const {
+        const Factor& one = *this;
+        return is_quick(one, scale) ? Code::as_quick(quick_of(one, scale), x) : Code::instead(scaled, exact(scaled));
+    }
+};
+HADAGEN_INLINE FactorBegun begin_of(const Factor& one, float) { return {one}; }
+HADAGEN_INLINE FactorBegun from_lane(const FactorBegun& one, u32 lane) { return {from_lane(static_cast<const Factor&>(one), lane)}; }
+struct NoRest {
+    HADAGEN_INLINE float exact(float x) const { return x; }
+};
+HADAGEN_INLINE NoRest rest_of(const Factor&, float) { return {}; }
+HADAGEN_INLINE NoRest from_lane(NoRest, u32) { return {}; }
 
 // Lane pairs exchange codes: of two times two words, the one gets the first and the other the second of both.
 HADAGEN_INLINE void swap_fours(u32 (&fours)[2], u32 mask) {
