@@ -16,6 +16,7 @@ from typing import Any
 
 from hadagen.errors import UsageError, shown
 from hadagen.integrations.host import SWITCH, Changed, Host
+from hadagen.integrations.transformers_cache import quantize_cache
 from hadagen.models.folding import Sizes, planned
 from hadagen.models.modules import insert, merge, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
@@ -50,9 +51,11 @@ class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
     weights: "int8" or "fp8".
     activations: "int8-row" or "fp8-row"; "auto" for that with the codes of the weights, which GPUs multiply fast; None
         for activations as they are.
-    rotation: "quarot" for whole rows, "blocks", or None.
+    rotation: "quarot" for whole rows, "blocks", "heads" for those of the cache alone, or None. "auto" is "quarot" for
+        INT8 weights; for FP8 weights "heads" with a cache in codes, else None.
     seed: of random signs.
     ignore: layers that are not quantized, by their names or the last components of their names.
+    cache: the codes of keys and values in any cache: "int8", "fp8" or "int4"; None keeps their type.
 
     Raises `UsageError` for impossible values, and if transformers has no quantizer of hadagen.
     """
@@ -61,14 +64,16 @@ class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
         self,
         weights: str = "int8",
         activations: str | None = "auto",
-        rotation: str | None = "quarot",
+        rotation: str | None = "auto",
         seed: int = 0,
         ignore: Iterable[str] = ("lm_head",),
+        cache: str | None = None,
         **stored: Any,
     ) -> None:
         if _missing:
             raise UsageError(f"transformers has no quantizer of hadagen: {_missing}; load the model without it")
         given = {"weights": weights, "activations": activations, "rotation": rotation, "seed": seed, "ignore": ignore}
+        given["cache"] = cache
         self._take(Scheme.from_dict({"quant_method": METHOD, "version": VERSION} | given | stored))
 
     @property
@@ -108,6 +113,8 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
             raise UsageError("fp8-tensor takes its scales from a text; use hadagen quantize with --calibrate")
         else:
             self.quantization_config._take(planned(self.quantization_config.scheme, self._sizes))
+        # Now, because accelerate keeps the forward methods of layers when it spreads them over devices.
+        quantize_cache(model, self.quantization_config.scheme, self._sizes, HOST)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
