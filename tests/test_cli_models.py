@@ -128,12 +128,12 @@ def test_one_scale_for_the_activations_of_a_layer(kind: str, text: Path, tmp_pat
     """In one file, and in several."""
     plain, out = tmp_path / "plain", tmp_path / "out"
     saved(plain, kind, max_shard_size="5GB" if kind == "llama" else "30KB")
-    wanted = "--weights", "fp8", "--activations", "fp8-tensor"
+    wanted = "--weights", "fp8", "--activations", "fp8-tensor", "--rotation", "quarot"
     succeed("quantize", plain, out, *wanted, "--calibrate", text)
     model = load(out)
     assert error(logits(model), logits(load(plain))) < 0.3
     tokens = torch.tensor([list(map(int, text.read_text().split()))])
-    rotated = load(plain, quantization_config=HadagenConfig("fp8", None))
+    rotated = load(plain, quantization_config=HadagenConfig("fp8", None, "quarot"))
     seen: dict[str, torch.Tensor] = {}
     for name, layer in rotated.named_modules():
         if isinstance(layer, QuantizedLinear):

@@ -36,7 +36,7 @@ def test_a_scheme_is_stored_and_read(weights: str, activations: str | None, rota
     [
         ({"weights": "int9"}, "weights = 'int9' is not known; did you mean int8"),
         ({"weights": ["int8"]}, r"weights = \['int8'\] is not known"),
-        ({"activations": "fp4"}, "activations = 'fp4' is not known; choose one of fp8-row, int8-row, fp8-tensor, None"),
+        ({"activations": "fp4"}, "activations = 'fp4' is not known; choose one of int8-row, fp8-row, fp8-tensor, None"),
         ({"rotation": "quip"}, "rotation = 'quip' is not known"),
         ({"seed": -1}, "seed = -1 is not possible"),
         ({"seed": True}, "seed = True is not possible"),

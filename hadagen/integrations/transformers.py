@@ -15,14 +15,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from hadagen.errors import UsageError, shown
-from hadagen.integrations.host import SWITCH, Changed, Host
-from hadagen.integrations.transformers_cache import quantize_cache
+from hadagen.integrations.host import SWITCH, Changed
+from hadagen.integrations.transformers_cache import HOST, quantize_cache
 from hadagen.models.folding import Sizes, planned
 from hadagen.models.modules import insert, merge, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
 from hadagen.runtime.checks import QUANTIZED
-
-HOST = Host("transformers", "transformers", "5.24")
 
 
 def _host_of() -> tuple[Any, Any, str]:
@@ -114,7 +112,7 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
         else:
             self.quantization_config._take(planned(self.quantization_config.scheme, self._sizes))
         # Now, because accelerate keeps the forward methods of layers when it spreads them over devices.
-        quantize_cache(model, self.quantization_config.scheme, self._sizes, HOST)
+        quantize_cache(model, self.quantization_config.scheme, self._sizes)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -24,10 +24,11 @@ from hadagen.models.scheme import Scheme
 from hadagen.runtime.checks import plain
 from hadagen.runtime.rotation import Rotation
 
+HOST = Host("transformers", "transformers", "5.24")
 _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"  # where the forward of attention finds the function that it calls
 
 
-def quantize_cache(model: torch.nn.Module, scheme: Scheme, sizes: Sizes, host: Host) -> None:
+def quantize_cache(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> None:
     """Let the attention of each layer keep keys and values in codes, if the scheme says so.
 
     Raises `UsageError` if the attention of this transformers is another than hadagen knows.
@@ -35,22 +36,23 @@ def quantize_cache(model: torch.nn.Module, scheme: Scheme, sizes: Sizes, host: H
     if scheme.cache is None:
         return
     codes = HeadCodes(scheme.cache, sizes.head)
+    layer: Any
     for layer in model.modules():
         if hasattr(layer, "q_proj") and hasattr(layer, "k_proj"):
-            layer.__class__ = _with_codes(type(layer), host.tested)
-            layer.cache_codes = codes  # type: ignore[assignment]
+            layer.__class__ = _with_codes(layer.__class__)
+            layer.cache_codes = codes
             layer.head_rotation = Rotation(sizes.head) if scheme.rotates_keys else None
 
 
 @functools.cache
-def _with_codes(kind: type[Any], tested: str) -> type[Any]:
+def _with_codes(kind: Any) -> Any:
     """The class of attention with a cache in codes."""
     function = inspect.unwrap(kind.forward)
     names = getattr(function, "__code__", None) and {*function.__code__.co_names, *function.__code__.co_varnames}
     if not names or not names >= {_FUNCTIONS, "update", "cache"}:
         raise UsageError(
             f"{kind.__name__} of this transformers keeps no keys that hadagen can quantize; install transformers "
-            f"{tested}, or leave cache out"
+            f"{HOST.tested}, or leave cache out"
         )
     # The same code, with other attention functions. Without its name, torch.compile would look into the module.
     scope = {name: each for name, each in function.__globals__.items() if name != "__name__"}
@@ -65,14 +67,14 @@ def _with_codes(kind: type[Any], tested: str) -> type[Any]:
             return forward(self, *arguments, cache=_InCodes(cache, self.cache_codes, self.head_rotation), **options)
 
         def __reduce_ex__(self, protocol: Any) -> Any:  # pickle finds no class that was made in a function
-            return _empty, (kind, tested), self.__dict__
+            return _empty, (kind,), self.__dict__
 
     WithCodes.__name__ = WithCodes.__qualname__ = kind.__name__
     return WithCodes
 
 
-def _empty(kind: type[Any], tested: str) -> Any:
-    made = _with_codes(kind, tested)
+def _empty(kind: Any) -> Any:
+    made = _with_codes(kind)
     return made.__new__(made)
 
 
