@@ -46,8 +46,8 @@ class Scheme:
         and the codes of the weights, because GPUs multiply codes of the same type.
     rotation: "quarot": the residual stream, the heads of values, and the inputs of down_proj are rotated in whole rows.
         "blocks": the inputs of each layer are rotated in blocks. "heads": the heads of values alone. None: nothing is
-        rotated. "auto" becomes "quarot" for INT8 weights; FP8 codes lose by it, so it becomes "heads" for FP8 weights
-        with a cache in codes, else None.
+        rotated. "auto" becomes "quarot" for INT8 weights; for FP8 weights, which gain nothing by it, "heads" with
+        a cache in codes, else None.
     seed: of the random signs of the rotation of the residual stream.
     ignore: layers that are not quantized, by their names, or by the last components of their names.
     online: the layers whose inputs are rotated in each pass, by the last components of their names.
