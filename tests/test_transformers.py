@@ -21,8 +21,10 @@ from tiny_models import KINDS, TOKENS, config_of, error, logits, model_of
 
 from hadagen.errors import UsageError
 from hadagen.integrations import transformers as integration
+from hadagen.integrations import transformers_cache as integration_cache
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+from hadagen.models.scheme import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = Path(os.environ.get("HADAGEN_TEST_MODELS", ROOT / "build" / "models"))
@@ -34,10 +36,10 @@ BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attent
 # The error of logits against those of the model as it is, at most.
 SCHEMES: dict[str, tuple[dict[str, Any], float]] = {
     "int8": ({}, 0.08),
-    "fp8": ({"weights": "fp8"}, 0.3),
+    "fp8": ({"weights": "fp8", "cache": "fp8"}, 0.3),
     "mixed": ({"activations": "fp8-row"}, 0.25),
-    "weights alone": ({"activations": None}, 0.06),
-    "blocks": ({"rotation": "blocks"}, 0.08),
+    "weights alone": ({"activations": None, "cache": "int8"}, 0.08),
+    "blocks": ({"rotation": "blocks", "cache": "int8"}, 0.08),
     "no rotation": ({"rotation": None, "ignore": ["lm_head", "model.layers.1.mlp.up_proj", "o_proj"]}, 0.08),
 }
 
@@ -108,16 +110,111 @@ def test_codes_are_those_of_the_weights_in_float32(folder: Path) -> None:
     assert not torch.equal(seeds.model.layers[0].mlp.down_proj.weight, layers[0].weight)
 
 
-def test_a_quantized_model_compiles(folder: Path) -> None:
+def test_a_quantized_model_compiles(tmp_path: Path) -> None:
+    """Without a cache, and with one in codes, whose steps are one graph."""
     torch._dynamo.reset()
-    model = load(folder, quantization_config=HadagenConfig())
+    model_of("llama", num_hidden_layers=1).save_pretrained(tmp_path)
+    model = load(tmp_path, quantization_config=HadagenConfig(cache="int8"))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert error(logits_of(compiled), logits(model)) < 1e-3
+    assert error(logits_of(compiled), logits_of(model)) < 1e-3
+    cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+    with torch.no_grad():
+        steps = [model(TOKENS[:, :16], cache=cache).logits]
+        steps.append(compiled(TOKENS[:, 16:17], cache=cache).logits)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            steps += [compiled(TOKENS[:, at : at + 1], cache=cache).logits for at in range(17, 20)]
+    assert error(torch.cat(steps, 1), logits(model)) < 1e-5
 
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(TOKENS, use_cache=False).logits
+
+
+# ---- a cache in codes ------------------------------------------------------------------------------------------------
+def outlying(kind: str, folder: Path, **options: Any) -> Any:
+    """A checkpoint of a model with large keys in two channels that the rotary embedding turns into each other."""
+    model = model_of(kind, eos_token_id=None, **options)
+    for layer in model.model.layers:
+        for name, factor in (("k", 24.0), ("q", 1 / 24)):
+            part = getattr(layer.self_attn, f"{name}_norm", None)
+            part = getattr(layer.self_attn, f"{name}_proj") if part is None else part
+            heads = part.weight.view(-1, 16, part.weight.shape[1]) if part.weight.dim() > 1 else part.weight[None]
+            heads[:, [3, 11]] *= factor
+            if getattr(part, "bias", None) is not None:
+                part.bias.view(-1, 16)[:, [3, 11]] *= factor
+    model.save_pretrained(folder)
+    return model
+
+
+WINDOWS = {"mistral": {"sliding_window": 8}, "smollm3": {"no_rope_layers": [1, 0]}}
+WINDOWS["ministral"] = WINDOWS["mistral"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotated_keys_and_values_lose_less(kind: str, tmp_path: Path) -> None:
+    """Of layers without codes, so that all differences are those of the cache."""
+    expected = logits(outlying(kind, tmp_path, **WINDOWS.get(kind, {})))
+    found: dict[str | None, float] = {}
+    for rotation in ("heads", None):
+        config = HadagenConfig(rotation=rotation, cache="int8", ignore=("lm_head", *LAYERS))
+        model = load(tmp_path, quantization_config=config)
+        assert error(logits_of(model), expected) < 1e-5
+        found[rotation] = error(logits(model), expected)
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(TOKENS, cache=cache)
+        assert (cache.layers[0].keys.dtype, cache.layers[0].keys.shape[-1]) == (torch.uint8, 16 + 4)
+    assert 1e-3 < found["heads"] < 0.6 * found[None] < 0.2, found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_in_codes_generates_as_without_its_help(kind: str, tmp_path: Path) -> None:
+    """Codes of a token depend on no other, so a new cache for each token gives the same."""
+    plain = outlying(kind, tmp_path, **WINDOWS.get(kind, {}))
+    model = load(tmp_path, quantization_config=HadagenConfig(cache="int8", activations=None))
+    tokens, length = TOKENS[:, :9], 15
+    with torch.no_grad():
+        expected = tokens
+        for _ in range(length - 9):
+            expected = torch.cat((expected, model(expected).logits[:, -1:].argmax(-1)), 1)
+
+    def generated(given: torch.Tensor = tokens, **options: Any) -> torch.Tensor:
+        return model.generate(given, max_length=length, do_sample=False, pad_token_id=0, **options)
+
+    assert torch.equal(generated(), expected)
+    assert torch.equal(generated(cache_implementation="static"), expected)
+    assert torch.equal(generated(prefill_chunk_size=4), expected)
+    for assistant in (plain, model):
+        assert torch.equal(generated(tokens[:1], assistant_model=assistant), expected[:1])
+    beams = generated(num_beams=3)
+    assert torch.equal(generated(num_beams=3, cache_implementation="static"), beams)
+    padded = torch.nn.functional.pad(tokens[:1], (4, 0))
+    mask = torch.cat((torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 9, dtype=torch.int64)), 1)
+    both = torch.cat((padded, TOKENS[1:, :13])), torch.cat((mask, torch.ones(1, 13, dtype=torch.int64)))
+    found = model.generate(both[0], attention_mask=both[1], max_new_tokens=length - 9, do_sample=False, pad_token_id=0)
+    assert torch.equal(found[0, 4:], expected[0])
+
+
+def test_a_cache_that_cannot_hold_codes_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = load(folder), load(folder, quantization_config=HadagenConfig(cache="int8"))
+    with pytest.raises(UsageError, match="Fp8QuantizedLayer quantizes keys and values, which the model does by itself"):
+        model.generate(TOKENS, max_new_tokens=1, cache_implementation="quantized", cache_config={"backend": "fp8"})
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        plain(TOKENS, cache=cache)
+        with pytest.raises(
+            UsageError, match=r"has keys of float32 \[\.\.\., 16\], and the model .* to int8; pass a new"
+        ):
+            model(TOKENS, cache=cache)
+    with pytest.raises(UsageError, match="cache = 'int5' is not known; did you mean int8"):
+        HadagenConfig(cache="int5")
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaAttention.forward", lambda self, x: (x, None))
+    integration_cache._with_codes.cache_clear()
+    with pytest.raises(
+        UsageError, match=r"LlamaAttention of this transformers keeps no keys .* install transformers 5\."
+    ):
+        load(folder, quantization_config=HadagenConfig(cache="int8"))
 
 
 # ---- a real model ----------------------------------------------------------------------------------------------------
@@ -212,7 +309,7 @@ def test_tensor_parallelism_is_one_sentence(folder: Path) -> None:
 
 
 def test_a_quantized_model_is_copied_and_stored_by_pickle(folder: Path, tmp_path: Path) -> None:
-    model = load(folder, quantization_config=HadagenConfig("fp8")).model
+    model = load(folder, quantization_config=HadagenConfig("fp8", cache="int8")).model
     torch.save(model, tmp_path / "model.pt")
     for again in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
         with torch.no_grad():
