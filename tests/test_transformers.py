@@ -220,15 +220,22 @@ def test_a_cache_that_cannot_hold_codes_is_one_sentence(folder: Path, monkeypatc
 # ---- a real model ----------------------------------------------------------------------------------------------------
 @needs_model
 def test_a_real_model_loses_as_little_as_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The committed study of SmolLM2 has the losses of W8A8, and their spread between seeds."""
+    """The committed studies of SmolLM2 have the losses of a format, and their spread between seeds."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     study = importlib.import_module("study")
     subprocess.run([sys.executable, ROOT / "examples" / "smollm.py", MODELS, tmp_path / "plain"], check=True)
-    rows = json.loads((ROOT / "docs" / "data" / "quarot.json").read_text())["rows"]
-    windows = study.read_windows(tmp_path / "plain")[: len(rows[0]["loss"])]
-    for rotation, name in (("quarot", "rows"), (None, "none")):
-        known = [mean(row["loss"]) for row in rows if (row["format"], row["rotation"]) == ("W8A8", name)]
-        config = HadagenConfig("int8", "int8-row", rotation)
+    only_cache = {"ignore": ("lm_head", *LAYERS), "cache": "int4"}
+    for data, form, rotation, name, options in (
+        ("quarot", "W8A8", "auto", "rows", {}),
+        ("quarot", "W8A8", None, "none", {}),
+        ("quarot", "FP8", "auto", "none", {"weights": "fp8"}),
+        ("cache", "INT4", "heads", "heads", only_cache),
+        ("cache", "INT4", None, "none", only_cache),
+    ):
+        rows = json.loads((ROOT / "docs" / "data" / f"{data}.json").read_text())["rows"]
+        windows = study.read_windows(tmp_path / "plain")[: len(rows[0]["loss"])]
+        known = [mean(row["loss"]) for row in rows if (row["format"], row["rotation"]) == (form, name)]
+        config = HadagenConfig(rotation=rotation, **options)
         model = load(tmp_path / "plain", dtype=torch.float32, quantization_config=config)
         with torch.no_grad():
             found = mean(study.loss(model(window[None]).logits[0], window) for window in windows)
@@ -325,6 +332,27 @@ def test_a_configuration_that_is_wrong_is_one_sentence(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
     with pytest.raises(UsageError, match="has version 2; this hadagen reads version 1"):
         load(folder)
+
+
+def test_floats_in_place_of_codes_are_one_sentence(folder: Path) -> None:
+    plain, model = load(folder), load(folder, quantization_config=HadagenConfig(rotation=None))
+    names = {"mlp": "model.layers.0.mlp.gate_up_proj", "self_attn": "model.layers.0.self_attn.q_proj"}
+    before = logits(model)
+    for part, name in names.items():
+        state = {key: each for key, each in plain.state_dict().items() if f".{part}." in key}
+        with pytest.raises(
+            UsageError, match=f"^{name}.weight has the type float32, but the layer has codes of int8; load"
+        ):
+            model.load_state_dict(state, strict=False)
+    assert torch.equal(logits(model), before)
+    path = folder / "config.json"
+    for weights, codes in (("int8", "int8"), ("fp8", "float8_e4m3fn")):
+        config = json.loads(path.read_text()) | {"quantization_config": HadagenConfig(weights).to_dict()}
+        path.write_text(json.dumps(config))
+        with pytest.raises(
+            UsageError, match=f"a weight has the type F32, but the quantization_config says codes of {codes};"
+        ):
+            load(folder)
 
 
 @pytest.fixture

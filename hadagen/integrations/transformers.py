@@ -14,13 +14,17 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from hadagen.errors import UsageError, shown
 from hadagen.integrations.host import SWITCH, Changed
 from hadagen.integrations.transformers_cache import HOST, quantize_cache
 from hadagen.models.folding import Sizes, planned
 from hadagen.models.modules import insert, merge, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
-from hadagen.runtime.checks import QUANTIZED
+from hadagen.runtime.checks import QUANTIZED, plain
+
+_CODES = {torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}  # as safetensors name them
 
 
 def _host_of() -> tuple[Any, Any, str]:
@@ -101,6 +105,16 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
         if dtype not in QUANTIZED:
             raise UsageError(f"dtype {dtype} cannot be quantized; pass float32, float16 or bfloat16")
         return dtype
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """The type of a tensor of a folder with codes. Raises `UsageError` for one that would be cast to codes."""
+        stored = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
+        if dtype in _CODES and stored not in (dtype, _CODES[dtype]):
+            raise UsageError(
+                f"a weight has the type {plain(stored)}, but the quantization_config says codes of {plain(dtype)}; "
+                "take both from one model"
+            )
+        return super().get_new_dtype(converter, param, dtype)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         known = {name: each for name, each in model.config.to_dict().items() if name != "quantization_config"}
