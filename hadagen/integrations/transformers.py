@@ -20,7 +20,7 @@ from hadagen.errors import UsageError, shown
 from hadagen.integrations.host import SWITCH, Changed
 from hadagen.integrations.transformers_cache import HOST, quantize_cache
 from hadagen.models.folding import Sizes, planned
-from hadagen.models.modules import insert, merge, quantize
+from hadagen.models.modules import insert, merge, place_rotations, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
 from hadagen.runtime.checks import QUANTIZED, plain
 
@@ -139,6 +139,7 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
             model.config.tie_word_embeddings = False
             model.all_tied_weights_keys = {}
         merge(model)
+        place_rotations(model)
         return model.requires_grad_(False)
 
 
