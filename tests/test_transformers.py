@@ -18,6 +18,7 @@ pytest.importorskip("transformers", "5.0")
 import transformers
 from safetensors.torch import load_file
 from tiny_models import KINDS, TOKENS, config_of, error, logits, model_of
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from hadagen import Rotation
 from hadagen.errors import UsageError
@@ -171,6 +172,18 @@ def test_rotated_keys_and_values_lose_less(kind: str, tmp_path: Path) -> None:
     assert 1e-3 < found["heads"] < 0.6 * found[None] < 0.2, found
 
 
+def test_the_cache_of_a_stored_model_is_changed_in_its_configuration(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for rotation in ("quarot", "blocks"):
+        model = load(folder, quantization_config=HadagenConfig(rotation=rotation, cache="int8"))
+        model.save_pretrained(out)
+        config = json.loads((out / "config.json").read_text())
+        for cache, bound in ((None, 1e-6), ("int4", 0.4)):
+            config["quantization_config"]["cache"] = cache
+            (out / "config.json").write_text(json.dumps(config))
+            assert error(logits(load(out)), logits_of(model)) < bound
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_in_codes_generates_as_without_its_help(kind: str, tmp_path: Path) -> None:
     """Codes of a token depend on no other, so a new cache for each token gives the same."""
@@ -201,15 +214,23 @@ def test_a_cache_in_codes_generates_as_without_its_help(kind: str, tmp_path: Pat
 
 def test_a_cache_that_cannot_hold_codes_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = load(folder), load(folder, quantization_config=HadagenConfig(cache="int8"))
+    paged = PagedAttentionCache.__new__(PagedAttentionCache)  # which generate_batch makes
+    at, x = torch.zeros(1, 1, 16), torch.ones(1, 1, 48)
+    with pytest.raises(
+        UsageError, match="PagedAttentionCache cannot hold keys and values in codes of int8; call generate"
+    ):
+        model.model.layers[0].self_attn(x, position_embeddings=(at, at), attention_mask=None, cache=paged)
     with pytest.raises(UsageError, match="Fp8QuantizedLayer quantizes keys and values, which the model does by itself"):
         model.generate(TOKENS, max_new_tokens=1, cache_implementation="quantized", cache_config={"backend": "fp8"})
     cache = transformers.DynamicCache()
     with torch.no_grad():
         plain(TOKENS, cache=cache)
-        with pytest.raises(
-            UsageError, match=r"has keys of float32 \[\.\.\., 16\], and the model .* to int8; pass a new"
-        ):
-            model(TOKENS, cache=cache)
+        grows, stays = transformers.DynamicCache(config=model.config), transformers.StaticCache(model.config, 20)
+        for each in (grows, stays):
+            each.early_initialization(2, 2, 16, torch.float32, "cpu")
+        for each in (cache, grows, stays):
+            with pytest.raises(UsageError, match=r"has keys of float32 .*, and the model .* to int8; pass a new cache"):
+                model(TOKENS, cache=each)
     with pytest.raises(UsageError, match="cache = 'int5' is not known; did you mean int8"):
         HadagenConfig(cache="int5")
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaAttention.forward", lambda self, x: (x, None))

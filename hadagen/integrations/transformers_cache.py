@@ -104,23 +104,28 @@ class _InCodes:
         self, keys: torch.Tensor, values: torch.Tensor, at: int, *arguments: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [batch, heads, tokens, head] of all tokens of the layer `at`, with those of new tokens."""
-        layers = self.cache.layers
-        if at < len(layers):
-            _check(layers[at], self.codes)
+        _check(self.cache, at, self.codes)
         packed = self.codes.pack(keys, self.rotation), self.codes.pack(values, None)
         all_keys, all_values = self.cache.update(*packed, at, *arguments, **options)
         return self.codes.unpack(all_keys, keys.dtype), self.codes.unpack(all_values, values.dtype)
 
 
-def _check(layer: Any, codes: HeadCodes) -> None:
-    """Raises `UsageError` for a layer of a cache that cannot hold the bytes."""
+def _check(cache: Any, at: int, codes: HeadCodes) -> None:
+    """Raises `UsageError` for a cache whose layer `at` cannot hold the bytes."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise UsageError(
+            f"{type(cache).__name__} cannot hold keys and values in codes of {codes.cache}; call generate, or quantize "
+            "the model with cache=None"
+        )
+    layer = layers[at] if at < len(layers) else None  # some caches make layers as they need them
     if hasattr(layer, "_quantize"):
         raise UsageError(
             f"{type(layer).__name__} quantizes keys and values, which the model does by itself, to {codes.cache}; "
             "leave cache_implementation out, or pass a DynamicCache"
         )
-    held = layer.keys
-    if held is not None and held.numel() and (held.dtype != torch.uint8 or held.shape[-1] != codes.row):
+    held = getattr(layer, "keys", None)
+    if held is not None and (held.dtype != torch.uint8 or (held.numel() and held.shape[-1] != codes.row)):
         raise UsageError(
             f"the cache has keys of {plain(held.dtype)} [..., {held.shape[-1]}], and the model quantizes them to "
             f"{codes.cache}; pass a new cache, without early_initialization"
