@@ -10,13 +10,11 @@ is undone after attention, as by the weights of o_proj in a model that `hadagen 
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
-from statistics import mean
-from typing import Any
 
 import study
 import torch
-from llama import Model, plain_attention
+from attention import measure
+from llama import plain_attention
 
 from hadagen import Rotation, rotate_quantize
 
@@ -36,18 +34,6 @@ def attention(
     return found
 
 
-def measure(given: study.Given) -> dict[str, Any]:
-    """One row for each format, rotation and seed. error: of attention, relative, the mean of layers and windows."""
-    expected = study.tops(Model(given.config, given.weights), given.windows)
-    for seed, (name, rotate) in product(given.seeds, [("none", False), *product(given.formats, (False, True))]):
-        errors: list[float] = []
-        heads = plain_attention if name == "none" else partial(attention, FORMATS[name], rotate, errors)
-        model = Model(given.config, given.of_seed(seed), attention=heads)
-        row = {"format": name, "rotation": "heads" if rotate else "none", "seed": seed}
-        found = study.figures(model, given.windows, expected)
-        given.keep(row | found | {"error": mean(errors) if errors else 0.0})
-    return {}
-
-
 if __name__ == "__main__":
-    study.run(__doc__.splitlines()[0], list(FORMATS), measure)
+    quantizing = partial(measure, formats=FORMATS, quantizing=attention)
+    study.run(__doc__.splitlines()[0], list(FORMATS), quantizing)
