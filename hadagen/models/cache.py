@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from hadagen.errors import UsageError
-from hadagen.models.layers import values_of
 from hadagen.models.scheme import CACHES
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.rotation import Rotation
@@ -55,4 +54,4 @@ class HeadCodes:
         codes, scales = packed[..., :at].view(_TYPES[self.cache]), packed[..., at:].view(_SCALE)
         if self.cache == "int4":  # the even element is in the low nibble
             codes = torch.stack((codes << 4 >> 4, codes >> 4), -1).flatten(-2)
-        return values_of(codes, scales, dtype)
+        return codes.to(dtype).mul_(scales)  # exact codes, one rounding, and no float32 tensor of a whole cache
