@@ -26,7 +26,7 @@ from hadagen.integrations import transformers as integration
 from hadagen.integrations import transformers_cache as integration_cache
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
-from hadagen.models.scheme import LAYERS
+from hadagen.models.scheme import CACHES, LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = Path(os.environ.get("HADAGEN_TEST_MODELS", ROOT / "build" / "models"))
@@ -210,6 +210,20 @@ def test_a_cache_in_codes_generates_as_without_its_help(kind: str, tmp_path: Pat
     both = torch.cat((padded, TOKENS[1:, :13])), torch.cat((mask, torch.ones(1, 13, dtype=torch.int64)))
     found = model.generate(both[0], attention_mask=both[1], max_new_tokens=length - 9, do_sample=False, pad_token_id=0)
     assert torch.equal(found[0, 4:], expected[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_in_codes_on_a_gpu(cache: str, tmp_path: Path) -> None:
+    """There transformers compiles the steps with a static cache, and moves an offloaded one to the CPU and back."""
+    outlying("llama", tmp_path)
+    options = {"dtype": torch.float32, "quantization_config": HadagenConfig(cache=cache, activations=None)}
+    model, tokens = load(tmp_path, device_map="cuda", **options), TOKENS[:, :9].to("cuda")
+    assert error(logits(model).cpu(), logits(load(tmp_path, **options))) < 0.02
+    expected = model.generate(tokens, max_new_tokens=6, do_sample=False)
+    for implementation in ("static", "offloaded"):
+        found = model.generate(tokens, max_new_tokens=6, do_sample=False, cache_implementation=implementation)
+        assert torch.equal(found, expected)
 
 
 def test_a_cache_that_cannot_hold_codes_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
