@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from hadagen.cli import options
 from hadagen.cli.output import counted, print_json, print_table, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import UsageError, shown
-from hadagen.models.scheme import WEIGHTS, Scheme
+from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Scheme
 
 if TYPE_CHECKING:
     import torch
@@ -21,29 +22,41 @@ if TYPE_CHECKING:
 
 CALIBRATION = 16  # windows of 512 tokens, at most
 _FOLDER = click.Path(path_type=Path)
+_NONE = "none"
+
+
+def _one_of(values: Iterable[str | None]) -> click.Choice[str]:
+    """The values of a scheme, of which None has a name."""
+    return click.Choice([_NONE if each is None else each for each in values])
 
 
 @click.command()
 @click.argument("model", type=_FOLDER)
 @click.argument("out", type=_FOLDER)
-@click.option(
-    "--weights", type=click.Choice(list(WEIGHTS)), default="int8", show_default=True, help="Codes of weights."
-)
+@click.option("--weights", type=_one_of(WEIGHTS), default=Scheme.weights, show_default=True, help="Codes of weights.")
 @click.option(
     "--activations",
-    type=click.Choice(["auto", "int8-row", "fp8-row", "fp8-tensor", "none"]),
-    default="auto",
+    type=_one_of((Scheme.activations, *ACTIVATIONS)),
+    default=Scheme.activations,
     show_default=True,
     help="Format of activations; auto has the codes of the weights, with a scale for each row.",
 )
 @click.option(
     "--rotation",
-    type=click.Choice(["quarot", "blocks", "none"]),
-    default="quarot",
+    type=_one_of((Scheme.rotation, *ROTATIONS)),
+    default=Scheme.rotation,
     show_default=True,
-    help="Whole rows as in QuaRot, or blocks of up to 128 elements.",
+    help="Whole rows as in QuaRot, blocks of up to 128 elements, or heads of a cache alone; auto is quarot for int8, "
+    "and for fp8 heads with --cache, else none.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random signs.")
+@click.option(
+    "--cache",
+    type=_one_of((*CACHES, Scheme.cache)),
+    default=_NONE,
+    show_default=True,
+    help="Codes of keys and values in the cache of transformers.",
+)
+@click.option("--seed", type=int, default=Scheme.seed, show_default=True, help="Seed of random signs.")
 @click.option(
     "--ignore",
     multiple=True,
@@ -58,6 +71,7 @@ def quantize(
     weights: str,
     activations: str,
     rotation: str,
+    cache: str,
     seed: int,
     ignore: tuple[str, ...],
     calibrate: Path | None,
@@ -71,7 +85,8 @@ def quantize(
     """
     from hadagen.models.checkpoint import convert
 
-    scheme = Scheme(weights, _name(activations), _name(rotation), seed, ("lm_head", *ignore))
+    ignored = (*Scheme.ignore, *ignore)
+    scheme = Scheme(weights, _name(activations), _name(rotation), seed, ignored, cache=_name(cache))
     place = _device(device)
     measure = partial(_scales, _tokens(model, calibrate, CALIBRATION), place) if calibrate else None
     with keeping():
@@ -123,7 +138,7 @@ def evaluate(
 
 
 def _name(given: str) -> str | None:
-    return None if given == "none" else given
+    return None if given == _NONE else given
 
 
 def _percent(share: float | None) -> str:

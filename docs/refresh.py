@@ -41,7 +41,7 @@ from refresh_formats import (
     torchao_numbers,
 )
 from refresh_markdown import wrapped
-from refresh_models import attention_table, checkpoint_table, models_table, read
+from refresh_models import attention_table, cache_table, checkpoint_table, models_table, read
 from refresh_other_tables import (
     between_table,
     call_table,
@@ -65,7 +65,7 @@ def generated() -> dict[Path, dict[str, str]]:
     times = read_times() if all(path.exists() for path in sources()) else None
     return {
         files.README: {"speed": speed(times) if times else files.NO_DATA},
-        files.FORMATS: {"attention": attention_table(), "models": models_table()},
+        files.FORMATS: {"attention": attention_table(), "cache": cache_table(), "models": models_table()},
         files.PROLOGUES: {"prologues": prologues_table(), "layer": layer_table()},
         files.SERVE: {"decoder": decoder_table()},
         files.CHECKPOINT_PAGE: {"checkpoint": checkpoint_table()},

@@ -39,8 +39,9 @@ PROLOGUES = DOCS / "prologues.md"
 SERVE = DOCS / "serve.md"
 # `presets.fa3_fp8` beside torchao's kernels for the same codes and scales.
 TORCHAO = DOCS / "data" / "torchao_h200.csv"
-# What `attention.py`, `quarot.py` and `checkpoint.py` of `examples` write.
+# What `attention.py`, `cache.py`, `quarot.py` and `checkpoint.py` of `examples` write.
 ATTENTION = DOCS / "data" / "attention.json"
+CACHE = DOCS / "data" / "cache.json"
 QUAROT = DOCS / "data" / "quarot.json"
 CHECKPOINT = DOCS / "data" / "checkpoint.json"
 CHECKPOINT_PAGE = DOCS / "checkpoint.md"

@@ -66,16 +66,25 @@ def _made_with(path: Path) -> str:
 
 
 def attention_table() -> str:
-    """Attention with quantized heads, in Markdown."""
-    if not files.ATTENTION.exists():
+    """Attention with quantized queries and keys, in Markdown."""
+    return _heads_table(files.ATTENTION, "q and k in")
+
+
+def cache_table() -> str:
+    """Attention with quantized keys and values, in Markdown."""
+    return _heads_table(files.CACHE, "k and v in")
+
+
+def _heads_table(path: Path, what: str) -> str:
+    if not path.exists():
         return files.NO_DATA
     rows = []
-    for name, ways in _rows(files.ATTENTION).items():
+    for name, ways in _rows(path).items():
         plain, turned = ways.get("none"), ways.get("heads")
         errors = ["", ""] if name == "none" else [number(_mean(each, "error")) for each in (plain, turned)]
         rows.append([name, _perplexity(plain), _perplexity(turned), *errors])
-    titles = ["q and k in", "perplexity", "rotated", "error of attention", "rotated"]
-    return "\n\n".join((grid("lrrrr", titles, rows), _made_with(files.ATTENTION)))
+    titles = [what, "perplexity", "rotated", "error of attention", "rotated"]
+    return "\n\n".join((grid("lrrrr", titles, rows), _made_with(path)))
 
 
 def models_table() -> str:

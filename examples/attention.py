@@ -8,6 +8,7 @@ q · kᵀ does not change if both are rotated, but their outliers do. Each row o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from statistics import mean
@@ -42,12 +43,14 @@ def attention(
     return found
 
 
-def measure(given: study.Given) -> dict[str, Any]:
+def measure(
+    given: study.Given, formats: Mapping[str, str] = FORMATS, quantizing: Callable[..., torch.Tensor] = attention
+) -> dict[str, Any]:
     """One row for each format, rotation and seed. error: of attention, relative, the mean of layers and windows."""
     expected = study.tops(Model(given.config, given.weights), given.windows)
     for seed, (name, rotate) in product(given.seeds, [("none", False), *product(given.formats, (False, True))]):
         errors: list[float] = []
-        heads = plain_attention if name == "none" else partial(attention, FORMATS[name], rotate, errors)
+        heads = plain_attention if name == "none" else partial(quantizing, formats[name], rotate, errors)
         model = Model(given.config, given.of_seed(seed), attention=heads)
         row = {"format": name, "rotation": "heads" if rotate else "none", "seed": seed}
         found = study.figures(model, given.windows, expected)

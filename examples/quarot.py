@@ -22,6 +22,7 @@ from hadagen import rotate_quantize
 # Of weights and of activations; None keeps float32.
 FORMATS = {
     "W8A8": ("int8-row", "int8-row"),
+    "FP8": ("fp8-row", "fp8-row"),
     "W8A4": ("int8-row", "int4-row"),
     "W4": ("int4-row", None),
     "W4A4": ("int4-row", "int4-row"),
@@ -110,7 +111,7 @@ def quantized_weights(model: Model, form: str, found: dict[str, torch.Tensor]) -
         name: weight
         if "_proj." not in name
         else quantized(weight, form)
-        if form == "int8-row"
+        if form != "int4-row"
         else gptq(weight, found[name.removesuffix(".weight")])
         for name, weight in model.weights.items()
     }

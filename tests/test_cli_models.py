@@ -68,7 +68,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     ("arguments", "options"),
     [
         ((), {}),
-        (("--weights", "fp8", "--rotation", "blocks"), {"weights": "fp8", "rotation": "blocks"}),
+        (
+            ("--weights", "fp8", "--rotation", "blocks", "--cache", "int8"),
+            {"weights": "fp8", "rotation": "blocks", "cache": "int8"},
+        ),
         (
             ("--activations", "none", "--rotation", "none", "--ignore", "o_proj"),
             {"activations": None, "rotation": None, "ignore": ["lm_head", "o_proj"]},
@@ -90,8 +93,9 @@ def test_files_hold_what_transformers_quantizes(
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         torch.testing.assert_close(found[name].float(), tensor.float(), rtol=1e-6, atol=1e-6)
-    model = load(out)
-    assert torch.equal(logits(model), logits(load(tmp_path / "expected")))
+    model, other = load(out), load(tmp_path / "expected")
+    assert model.config.quantization_config.to_dict() == other.config.quantization_config.to_dict()
+    assert torch.equal(logits(model), logits(other))
     assert error(logits(model), logits(load(plain))) < 0.3
     shards = {path.name for path in plain.glob("*.safetensors")}
     assert len(shards) > 3
@@ -128,12 +132,12 @@ def test_one_scale_for_the_activations_of_a_layer(kind: str, text: Path, tmp_pat
     """In one file, and in several."""
     plain, out = tmp_path / "plain", tmp_path / "out"
     saved(plain, kind, max_shard_size="5GB" if kind == "llama" else "30KB")
-    wanted = "--weights", "fp8", "--activations", "fp8-tensor"
+    wanted = "--weights", "fp8", "--activations", "fp8-tensor", "--rotation", "quarot"
     succeed("quantize", plain, out, *wanted, "--calibrate", text)
     model = load(out)
     assert error(logits(model), logits(load(plain))) < 0.3
     tokens = torch.tensor([list(map(int, text.read_text().split()))])
-    rotated = load(plain, quantization_config=HadagenConfig("fp8", None))
+    rotated = load(plain, quantization_config=HadagenConfig("fp8", None, "quarot"))
     seen: dict[str, torch.Tensor] = {}
     for name, layer in rotated.named_modules():
         if isinstance(layer, QuantizedLinear):
@@ -370,6 +374,9 @@ def test_a_folder_with_other_files_is_left_alone(plain: Path, tmp_path: Path) ->
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     assert "out is not empty; name a new folder" in sentence(run("quantize", plain, tmp_path / "out"), 2)
+    said = sentence(run("quantize", plain, tmp_path / "plain" / "new" / "folder"), 2)
+    assert said == f"{plain}/new/folder lies in {plain}, the model to quantize; name a folder outside of it"
+    assert not (plain / "new").exists()
     assert "is a file; name a new folder" in sentence(run("quantize", plain, tmp_path / "out" / "thesis.txt"), 2)
     with pytest.raises(StorageError, match="cannot be written"):
         next(convert(plain, Path("/proc/hadagen"), Scheme()))
@@ -377,8 +384,9 @@ def test_a_folder_with_other_files_is_left_alone(plain: Path, tmp_path: Path) ->
 
 # ---- eval ------------------------------------------------------------------------------------------------------------
 def test_perplexity_and_agreement(plain: Path, text: Path, tmp_path: Path) -> None:
+    """Of a model whose cache has codes, which count."""
     out = tmp_path / "out"
-    succeed("quantize", plain, out)
+    succeed("quantize", plain, out, "--cache", "int4")
     found = json.loads(succeed("eval", out, "--text", text, "--against", plain, "--windows", "2", "--json"))
     assert (found["windows"], found["tokens"]) == (1, 300)
     tokens = torch.tensor([list(map(int, text.read_text().split()))])

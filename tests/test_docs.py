@@ -88,7 +88,7 @@ OURS = "ours.csv"  # in place of what the shipped bundle has
 PARTS = {
     "README.md": ("speed",),
     "api.md": ("api",),
-    "formats.md": ("attention", "models"),
+    "formats.md": ("attention", "cache", "models"),
     "checkpoint.md": ("checkpoint",),
     "prologues.md": ("prologues", "layer"),
     "serve.md": ("decoder",),
@@ -312,13 +312,15 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     versions = {"hadagen": "1", "torch": "2", "python": "3", "device": "a GPU"}
     found = {"window": 9, "windows": 2, "versions": versions, "rows": rows}
     layer = {"layer": "ffn", "inputs": {"none": [1.0, 300.0], "rows": [9.0, 8.0]}, "rms": {"none": 3.0, "rows": 3.0}}
-    files.ATTENTION.write_text(json.dumps(found))
+    for path in (files.ATTENTION, files.CACHE):
+        path.write_text(json.dumps(found))
     files.QUAROT.write_text(json.dumps(found | layer))
     converted = [row("", "", 0, 20.0, 20.0) | {"model": name, "bytes": 5e6} for name in ("a", "b")]
     files.CHECKPOINT.write_text(json.dumps(found | {"rows": converted}))
     attention, models = refresh_models.attention_table(), refresh_models.models_table()
     assert "| none | 20.0 ± 0.0 | – |  |  |" in attention
     assert "| INT4 | 41.0 ± 1.0 | 31.0 ± 1.0 | 0.15 | 0.15 |" in attention
+    assert refresh_models.cache_table() == attention.replace("q and k in", "k and v in")
     assert "| W8A4 | 4866 ± 0 | 4866 ± 0 | – | 55% | 55% | – |" in models
     changes = (
         "W8, X: the perplexity changes by +25.0 ± 0.0% if whole rows are rotated, and by −5.1 ± 5.0% if blocks are."

@@ -26,7 +26,7 @@ from torchao.prototype.mx_formats.mx_tensor import MXTensor  # noqa: E402
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale  # noqa: E402
 from torchao.quantization import quantize_  # noqa: E402
 
-from hadagen.integrations.torchao import HadagenConfig, RotatedWeight, _quantize, _rotation, to_torchao  # noqa: E402
+from hadagen.integrations.torchao import RotatedWeight, RotatedWeightConfig, _quantize, _rotation, to_torchao  # noqa: E402
 
 KINDS = ("int8", "fp8", "mxfp8", "mxfp4", "nvfp4")
 ROTATIONS = ("rows", 32, None)
@@ -130,7 +130,7 @@ def test_a_layer_multiplies_rotated_codes(kind: str, rotation: Any, dtype: torch
     of_rows = _rotation(192, {"rows": 192, None: 1}.get(rotation, rotation))
     turned = [_quantize(each.reshape(-1, 192), kind, of_rows).dequantize(torch.float64) for each in (x, layer.weight)]
     expected = (turned[0] @ turned[1].T).view(2, 5, 256) + layer.bias.double()
-    quantize_(layer, HadagenConfig(kind, rotation))
+    quantize_(layer, RotatedWeightConfig(kind, rotation))
     assert isinstance(layer.weight, RotatedWeight)
     found = layer(x)
     assert found.dtype == dtype
@@ -146,7 +146,7 @@ def test_a_layer_multiplies_rotated_codes(kind: str, rotation: Any, dtype: torch
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_compiles_and_is_stored(kind: str, rotation: Any) -> None:
     made, x = model(), values(10, 192)
-    quantize_(made, HadagenConfig(kind, rotation))
+    quantize_(made, RotatedWeightConfig(kind, rotation))
     expected = made(x)
     file = io.BytesIO()
     torch.save(made.state_dict(), file)
@@ -172,7 +172,7 @@ def test_transformers_quantizes_and_stores(tmp_path: Path, kind: str) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "vocab_size": 32}
     base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).bfloat16()
     base.save_pretrained(tmp_path / "base")
-    options = {"dtype": torch.bfloat16, "quantization_config": TorchAoConfig(HadagenConfig(kind, 32))}
+    options = {"dtype": torch.bfloat16, "quantization_config": TorchAoConfig(RotatedWeightConfig(kind, 32))}
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **options)
     made.save_pretrained(tmp_path / "made")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.bfloat16)
@@ -183,22 +183,22 @@ def test_transformers_quantizes_and_stores(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_configuration_is_stored_as_json() -> None:
-    config = HadagenConfig("mxfp4", 32)
+    config = RotatedWeightConfig("mxfp4", 32)
     assert config_from_dict(config_to_dict(config)) == config
 
 
 def test_mistakes_are_one_sentence() -> None:
     with pytest.raises(UsageError, match="kind = 'q6_k' is not known; choose one of int8, fp8, mxfp8, mxfp4, nvfp4"):
-        HadagenConfig("q6_k")
+        RotatedWeightConfig("q6_k")
     for rotation in ("blocks", 0, True, 1.5):
         with pytest.raises(UsageError, match=f"rotation = {rotation!r} is not known; pass rows, the size of blocks"):
-            HadagenConfig("fp8", rotation)  # type: ignore[arg-type]
+            RotatedWeightConfig("fp8", rotation)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="block = 100 does not divide n = 192"):
-        quantize_(model(), HadagenConfig("fp8", 100))
+        quantize_(model(), RotatedWeightConfig("fp8", 100))
     made = model()
-    quantize_(made, HadagenConfig())
+    quantize_(made, RotatedWeightConfig())
     with pytest.raises(UsageError, match="a weight is a RotatedWeight of bfloat16; quantize the original model"):
-        quantize_(made, HadagenConfig())
+        quantize_(made, RotatedWeightConfig())
     with torch.enable_grad(), pytest.raises(TensorError, match=r"requires a gradient.*; use torch.no_grad\(\)"):
         made(values(4, 192).requires_grad_())
 

@@ -203,9 +203,11 @@ def test_checkpoints_of_hadagen_run_with_one_kernel_before_each_product(tmp_path
     """In an MLP the kernel computes SiLU·mul, the rotation and the quantizer."""
     formats = [("int8", "int8-row"), ("fp8", "fp8-row"), ("fp8", "fp8-tensor"), ("int8", "fp8-row"), ("int8", None)]
     folders = [tmp_path / f"{weights}-{activations}" for weights, activations in formats]
-    expected = [quantized(folder, *each) for folder, each in zip(folders, formats, strict=True)]
+    expected = [quantized(folder, *each, cache="int8") for folder, each in zip(folders, formats, strict=True)]
     *found, multiplied = run("quantized", *folders)
     assert multiplied["tokens"] == expected[0]
+    (warning,) = multiplied["warned"]
+    assert "keys and values in int8, which vLLM stores as --kv-cache-dtype says" in warning
     assert multiplied["products"] == multiplied["alone"] + multiplied["fused"] > 0
     for (_, activations), tokens, each in zip(formats, expected, found, strict=True):
         print(f"least margin of the log-probabilities: {each['margin']:.3g}")

@@ -255,9 +255,10 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @repeats_data
 def test_a_few_windows_of_the_committed_studies_come_out_again(smollm2: Path) -> None:
     options = ("--windows", 1, "--seeds", 0)
-    formats = ("--formats", "W8A8", "W8A4", "W8, NVFP4")
+    formats = ("--formats", "W8A8", "FP8", "W8A4", "W8, NVFP4")
     succeeded("quarot.py", smollm2, *options, *formats, "--compare", DATA / "quarot.json")
-    succeeded("attention.py", smollm2, *options, "--compare", DATA / "attention.json")
+    for name in ("attention", "cache"):
+        succeeded(f"{name}.py", smollm2, *options, "--compare", DATA / f"{name}.json")
 
 
 @needs_model

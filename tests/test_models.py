@@ -1,5 +1,6 @@
 """`hadagen.models`: schemes, folded weights, and layers with codes."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from hadagen import rotate_quantize
+from hadagen import Rotation, rotate_quantize
 from hadagen.errors import UsageError
+from hadagen.models.cache import HeadCodes
 from hadagen.models.folding import Folding, Sizes, planned
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP, fp8_product, multiplies
-from hadagen.models.scheme import ACTIVATIONS, WEIGHTS, Online, Scheme
+from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")
 from tiny_models import KINDS, error, logits, model_of
@@ -25,10 +27,22 @@ BLOCKS = {"q_proj": Online(48, 16), "down_proj": Online(96, 32)}
 # ---- schemes ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
-@pytest.mark.parametrize("rotation", ["quarot", "blocks", None])
+@pytest.mark.parametrize("rotation", ROTATIONS)
 def test_a_scheme_is_stored_and_read(weights: str, activations: str | None, rotation: str | None) -> None:
-    scheme = Scheme(weights, activations, rotation, 3, ("lm_head", "model.layers.0.mlp.down_proj"), BLOCKS)
-    assert Scheme.from_dict(scheme.to_dict()) == scheme
+    for cache in (*CACHES, None):
+        ignored = "lm_head", "model.layers.0.mlp.down_proj"
+        scheme = Scheme(weights, activations, rotation, 3, ignored, BLOCKS, cache)
+        assert Scheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+
+
+def test_the_rotation_follows_from_the_codes() -> None:
+    assert Scheme("int8").rotation == Scheme("int8", cache="fp8").rotation == "quarot"
+    assert Scheme("fp8").rotation is None
+    assert Scheme("fp8", cache="int4").rotation == "heads"
+    assert not Scheme("fp8", rotation=None, cache="int4").rotates_keys
+    assert Scheme("fp8", rotation="heads").rotates_values
+    assert not Scheme("fp8", rotation="blocks").rotates_values
+    assert Scheme("fp8", rotation="blocks", cache="int8").rotates_values
 
 
 @pytest.mark.parametrize(
@@ -36,8 +50,10 @@ def test_a_scheme_is_stored_and_read(weights: str, activations: str | None, rota
     [
         ({"weights": "int9"}, "weights = 'int9' is not known; did you mean int8"),
         ({"weights": ["int8"]}, r"weights = \['int8'\] is not known"),
-        ({"activations": "fp4"}, "activations = 'fp4' is not known; choose one of fp8-row, int8-row, fp8-tensor, None"),
+        ({"activations": "fp4"}, "activations = 'fp4' is not known; choose one of int8-row, fp8-row, fp8-tensor, None"),
         ({"rotation": "quip"}, "rotation = 'quip' is not known"),
+        ({"cache": "int3"}, "cache = 'int3' is not known; did you mean int8"),
+        ({"cache": True}, "cache = True is not known"),
         ({"seed": -1}, "seed = -1 is not possible"),
         ({"seed": True}, "seed = True is not possible"),
         ({"ignore": "lm_head"}, "ignore = 'lm_head' is no list of names"),
@@ -104,12 +120,20 @@ BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attent
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("rotation", ["quarot", "blocks", None])
+@pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folded_model_computes_the_same(kind: str, rotation: str | None, tied: bool) -> None:
     model = model_of(kind, tie_word_embeddings=tied, **BIASES.get(kind, {}))
-    other, _ = folded(model, Scheme(rotation=rotation, seed=5, ignore=("lm_head", "model.layers.1.mlp.down_proj")))
+    ignored, cache = ("lm_head", "model.layers.1.mlp.down_proj"), "int8" if tied else None
+    other, _ = folded(model, Scheme(rotation=rotation, seed=5, ignore=ignored, cache=cache))
     assert error(logits(other), logits(model)) < 2e-6
+    if rotation in ("heads", "blocks"):
+        values, plain = (each.model.layers[0].self_attn.v_proj.weight for each in (other, model))
+        if rotation == "blocks":
+            values = Rotation(48, block=16).inverse(values)
+        turns = rotation == "heads" or cache
+        expected = Rotation(16).fold_into(plain.view(2, 16, -1), "output").flatten(0, 1) if turns else plain
+        assert error(values, expected) < 1e-5
     if rotation == "quarot":
         weight = "model.layers.0.self_attn.v_proj.weight"
         assert error(other.get_parameter(weight), model.get_parameter(weight)) > 0.5
@@ -137,6 +161,33 @@ def test_the_rotations_are_those_of_the_example() -> None:
         folding = Folding(scheme, sizes)
         for name, tensor in expected.items():
             torch.testing.assert_close(folding.fold(name, state.__getitem__), tensor, rtol=1e-6, atol=1e-6)
+
+
+# ---- heads of a cache ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("head", [48, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache", CACHES)
+def test_heads_are_packed_as_they_are_quantized(cache: str, dtype: torch.dtype, head: int) -> None:
+    torch.manual_seed(0)
+    x, codes = torch.randn(2, 5, 3, head, dtype=dtype).transpose(1, 2), HeadCodes(cache, head)
+    for rotation in (Rotation(head), None):
+        packed = codes.pack(x, rotation)
+        assert (packed.dtype, packed.shape) == (torch.uint8, (2, 3, 5, head // (2 if cache == "int4" else 1) + 4))
+        expected = rotate_quantize(x, rotation, to=CACHES[cache]).dequantize(dtype)
+        assert torch.equal(codes.unpack(packed, dtype), expected)
+        late = torch.cat((packed, packed), -2)[:, 1:, 4:]  # as a sliding window keeps it
+        assert torch.equal(codes.unpack(late, dtype), torch.cat((expected, expected), -2)[:, 1:, 4:])
+    assert not codes.unpack(torch.zeros_like(packed), dtype).any()
+    assert codes.unpack(codes.pack(x[:, :, :0], None), dtype).shape == (2, 3, 0, head)
+
+
+def test_heads_that_cannot_be_packed_are_one_sentence() -> None:
+    sizes = Sizes(2, 48, 96, 4, 2, 12, False)
+    with pytest.raises(UsageError, match="head_dim = 12 has no cache of int4; it must be a multiple of 8, so"):
+        planned(Scheme(cache="int4"), sizes)
+    assert planned(Scheme(cache="int8"), sizes).cache == "int8"
+    with pytest.raises(UsageError, match=str(97 * 31)):
+        planned(Scheme("fp8", cache="int8"), replace(sizes, head=4 * 97 * 31))
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

@@ -18,11 +18,15 @@ pytest.importorskip("transformers", "5.0")
 import transformers
 from safetensors.torch import load_file
 from tiny_models import KINDS, TOKENS, config_of, error, logits, model_of
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from hadagen import Rotation
 from hadagen.errors import UsageError
 from hadagen.integrations import transformers as integration
+from hadagen.integrations import transformers_cache as integration_cache
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+from hadagen.models.scheme import CACHES, LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = Path(os.environ.get("HADAGEN_TEST_MODELS", ROOT / "build" / "models"))
@@ -34,10 +38,10 @@ BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attent
 # The error of logits against those of the model as it is, at most.
 SCHEMES: dict[str, tuple[dict[str, Any], float]] = {
     "int8": ({}, 0.08),
-    "fp8": ({"weights": "fp8"}, 0.3),
+    "fp8": ({"weights": "fp8", "cache": "fp8"}, 0.3),
     "mixed": ({"activations": "fp8-row"}, 0.25),
-    "weights alone": ({"activations": None}, 0.06),
-    "blocks": ({"rotation": "blocks"}, 0.08),
+    "weights alone": ({"activations": None, "cache": "int8"}, 0.08),
+    "blocks": ({"rotation": "blocks", "cache": "int8"}, 0.08),
     "no rotation": ({"rotation": None, "ignore": ["lm_head", "model.layers.1.mlp.up_proj", "o_proj"]}, 0.08),
 }
 
@@ -89,14 +93,16 @@ def test_the_layers_are_those_with_codes(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_models_of_16_bits(dtype: torch.dtype, folder: Path, tmp_path: Path) -> None:
-    model = load(folder, dtype=dtype, quantization_config=HadagenConfig())
+    model = load(folder, dtype=dtype, quantization_config=HadagenConfig(cache="int8"))
     assert model.dtype == dtype
     assert error(logits(model), logits(load(folder))) < 0.1
     model.save_pretrained(tmp_path / "quantized")
     again = load(tmp_path / "quantized", device_map="cpu")
     assert again.dtype == dtype
+    rotations = [each for each in again.modules() if isinstance(each, Rotation)]
+    assert [str(each._device) for each in rotations] == ["cpu"] * 4
     assert torch.equal(logits(again), logits(model))
-    assert error(logits(load(tmp_path / "quantized", dtype=torch.float32)), logits(model)) < 0.05
+    assert error(logits(load(tmp_path / "quantized", dtype=torch.float32)), logits(model)) < 0.08
 
 
 def test_codes_are_those_of_the_weights_in_float32(folder: Path) -> None:
@@ -108,11 +114,20 @@ def test_codes_are_those_of_the_weights_in_float32(folder: Path) -> None:
     assert not torch.equal(seeds.model.layers[0].mlp.down_proj.weight, layers[0].weight)
 
 
-def test_a_quantized_model_compiles(folder: Path) -> None:
+def test_a_quantized_model_compiles(tmp_path: Path) -> None:
+    """Without a cache, and with one in codes, whose steps are one graph."""
     torch._dynamo.reset()
-    model = load(folder, quantization_config=HadagenConfig())
+    model_of("llama", num_hidden_layers=1).save_pretrained(tmp_path)
+    model = load(tmp_path, quantization_config=HadagenConfig(cache="int8"))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert error(logits_of(compiled), logits(model)) < 1e-3
+    assert error(logits_of(compiled), logits_of(model)) < 1e-3
+    cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+    with torch.no_grad():
+        steps = [model(TOKENS[:, :16], cache=cache).logits]
+        steps.append(compiled(TOKENS[:, 16:17], cache=cache).logits)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            steps += [compiled(TOKENS[:, at : at + 1], cache=cache).logits for at in range(17, 20)]
+    assert error(torch.cat(steps, 1), logits(model)) < 1e-5
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -120,18 +135,145 @@ def logits_of(model: Any) -> torch.Tensor:
         return model(TOKENS, use_cache=False).logits
 
 
+# ---- a cache in codes ------------------------------------------------------------------------------------------------
+def outlying(kind: str, folder: Path, **options: Any) -> Any:
+    """A checkpoint of a model with large keys in two channels that the rotary embedding turns into each other."""
+    model = model_of(kind, eos_token_id=None, **options)
+    for layer in model.model.layers:
+        for name, factor in (("k", 24.0), ("q", 1 / 24)):
+            part = getattr(layer.self_attn, f"{name}_norm", None)
+            part = getattr(layer.self_attn, f"{name}_proj") if part is None else part
+            heads = part.weight.view(-1, 16, part.weight.shape[1]) if part.weight.dim() > 1 else part.weight[None]
+            heads[:, [3, 11]] *= factor
+            if getattr(part, "bias", None) is not None:
+                part.bias.view(-1, 16)[:, [3, 11]] *= factor
+    model.save_pretrained(folder)
+    return model
+
+
+WINDOWS = {"mistral": {"sliding_window": 8}, "smollm3": {"no_rope_layers": [1, 0]}}
+WINDOWS["ministral"] = WINDOWS["mistral"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotated_keys_and_values_lose_less(kind: str, tmp_path: Path) -> None:
+    """Of layers without codes, so that all differences are those of the cache."""
+    expected = logits(outlying(kind, tmp_path, **WINDOWS.get(kind, {})))
+    found: dict[str | None, float] = {}
+    for rotation in ("heads", None):
+        config = HadagenConfig(rotation=rotation, cache="int8", ignore=("lm_head", *LAYERS))
+        model = load(tmp_path, quantization_config=config)
+        assert error(logits_of(model), expected) < 1e-5
+        found[rotation] = error(logits(model), expected)
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(TOKENS, cache=cache)
+        assert (cache.layers[0].keys.dtype, cache.layers[0].keys.shape[-1]) == (torch.uint8, 16 + 4)
+    assert 1e-3 < found["heads"] < 0.6 * found[None] < 0.2, found
+
+
+def test_the_cache_of_a_stored_model_is_changed_in_its_configuration(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for rotation in ("quarot", "blocks"):
+        model = load(folder, quantization_config=HadagenConfig(rotation=rotation, cache="int8"))
+        model.save_pretrained(out)
+        config = json.loads((out / "config.json").read_text())
+        for cache, bound in ((None, 1e-6), ("int4", 0.4)):
+            config["quantization_config"]["cache"] = cache
+            (out / "config.json").write_text(json.dumps(config))
+            assert error(logits(load(out)), logits_of(model)) < bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_in_codes_generates_as_without_its_help(kind: str, tmp_path: Path) -> None:
+    """Codes of a token depend on no other, so a new cache for each token gives the same."""
+    plain = outlying(kind, tmp_path, **WINDOWS.get(kind, {}))
+    model = load(tmp_path, quantization_config=HadagenConfig(cache="int8", activations=None))
+    tokens, length = TOKENS[:, :9], 15
+    with torch.no_grad():
+        expected = tokens
+        for _ in range(length - 9):
+            expected = torch.cat((expected, model(expected).logits[:, -1:].argmax(-1)), 1)
+
+    def generated(given: torch.Tensor = tokens, **options: Any) -> torch.Tensor:
+        return model.generate(given, max_length=length, do_sample=False, pad_token_id=0, **options)
+
+    assert torch.equal(generated(), expected)
+    assert torch.equal(generated(cache_implementation="static"), expected)
+    assert torch.equal(generated(prefill_chunk_size=4), expected)
+    for assistant in (plain, model):
+        assert torch.equal(generated(tokens[:1], assistant_model=assistant), expected[:1])
+    beams = generated(num_beams=3)
+    assert torch.equal(generated(num_beams=3, cache_implementation="static"), beams)
+    padded = torch.nn.functional.pad(tokens[:1], (4, 0))
+    mask = torch.cat((torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 9, dtype=torch.int64)), 1)
+    both = torch.cat((padded, TOKENS[1:, :13])), torch.cat((mask, torch.ones(1, 13, dtype=torch.int64)))
+    found = model.generate(both[0], attention_mask=both[1], max_new_tokens=length - 9, do_sample=False, pad_token_id=0)
+    assert torch.equal(found[0, 4:], expected[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_in_codes_on_a_gpu(cache: str, tmp_path: Path) -> None:
+    """There transformers compiles the steps with a static cache, and moves an offloaded one to the CPU and back."""
+    outlying("llama", tmp_path)
+    options = {"dtype": torch.float32, "quantization_config": HadagenConfig(cache=cache, activations=None)}
+    model, tokens = load(tmp_path, device_map="cuda", **options), TOKENS[:, :9].to("cuda")
+    assert error(logits(model).cpu(), logits(load(tmp_path, **options))) < 0.02
+    expected = model.generate(tokens, max_new_tokens=6, do_sample=False)
+    for implementation in ("static", "offloaded"):
+        found = model.generate(tokens, max_new_tokens=6, do_sample=False, cache_implementation=implementation)
+        assert torch.equal(found, expected)
+
+
+def test_a_cache_that_cannot_hold_codes_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = load(folder), load(folder, quantization_config=HadagenConfig(cache="int8"))
+    paged = PagedAttentionCache.__new__(PagedAttentionCache)  # which generate_batch makes
+    at, x = torch.zeros(1, 1, 16), torch.ones(1, 1, 48)
+    with pytest.raises(
+        UsageError, match="PagedAttentionCache cannot hold keys and values in codes of int8; call generate"
+    ):
+        model.model.layers[0].self_attn(x, position_embeddings=(at, at), attention_mask=None, cache=paged)
+    with pytest.raises(UsageError, match="Fp8QuantizedLayer quantizes keys and values, which the model does by itself"):
+        model.generate(TOKENS, max_new_tokens=1, cache_implementation="quantized", cache_config={"backend": "fp8"})
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        plain(TOKENS, cache=cache)
+        grows, stays = transformers.DynamicCache(config=model.config), transformers.StaticCache(model.config, 20)
+        for each in (grows, stays):
+            each.early_initialization(2, 2, 16, torch.float32, "cpu")
+        for each in (cache, grows, stays):
+            with pytest.raises(UsageError, match=r"has keys of float32 .*, and the model .* to int8; pass a new cache"):
+                model(TOKENS, cache=each)
+    with pytest.raises(UsageError, match="cache = 'int5' is not known; did you mean int8"):
+        HadagenConfig(cache="int5")
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaAttention.forward", lambda self, x: (x, None))
+    integration_cache._with_codes.cache_clear()
+    with pytest.raises(
+        UsageError, match=r"LlamaAttention of this transformers keeps no keys .* install transformers 5\."
+    ):
+        load(folder, quantization_config=HadagenConfig(cache="int8"))
+
+
 # ---- a real model ----------------------------------------------------------------------------------------------------
 @needs_model
 def test_a_real_model_loses_as_little_as_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The committed study of SmolLM2 has the losses of W8A8, and their spread between seeds."""
+    """The committed studies of SmolLM2 have the losses of a format, and their spread between seeds."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     study = importlib.import_module("study")
     subprocess.run([sys.executable, ROOT / "examples" / "smollm.py", MODELS, tmp_path / "plain"], check=True)
-    rows = json.loads((ROOT / "docs" / "data" / "quarot.json").read_text())["rows"]
-    windows = study.read_windows(tmp_path / "plain")[: len(rows[0]["loss"])]
-    for rotation, name in (("quarot", "rows"), (None, "none")):
-        known = [mean(row["loss"]) for row in rows if (row["format"], row["rotation"]) == ("W8A8", name)]
-        config = HadagenConfig("int8", "int8-row", rotation)
+    only_cache = {"ignore": ("lm_head", *LAYERS), "cache": "int4"}
+    for data, form, rotation, name, options in (
+        ("quarot", "W8A8", "auto", "rows", {}),
+        ("quarot", "W8A8", None, "none", {}),
+        ("quarot", "FP8", "auto", "none", {"weights": "fp8"}),
+        ("cache", "INT4", "heads", "heads", only_cache),
+        ("cache", "INT4", None, "none", only_cache),
+    ):
+        rows = json.loads((ROOT / "docs" / "data" / f"{data}.json").read_text())["rows"]
+        windows = study.read_windows(tmp_path / "plain")[: len(rows[0]["loss"])]
+        known = [mean(row["loss"]) for row in rows if (row["format"], row["rotation"]) == (form, name)]
+        config = HadagenConfig(rotation=rotation, **options)
         model = load(tmp_path / "plain", dtype=torch.float32, quantization_config=config)
         with torch.no_grad():
             found = mean(study.loss(model(window[None]).logits[0], window) for window in windows)
@@ -212,7 +354,7 @@ def test_tensor_parallelism_is_one_sentence(folder: Path) -> None:
 
 
 def test_a_quantized_model_is_copied_and_stored_by_pickle(folder: Path, tmp_path: Path) -> None:
-    model = load(folder, quantization_config=HadagenConfig("fp8")).model
+    model = load(folder, quantization_config=HadagenConfig("fp8", cache="int8")).model
     torch.save(model, tmp_path / "model.pt")
     for again in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
         with torch.no_grad():
@@ -228,6 +370,27 @@ def test_a_configuration_that_is_wrong_is_one_sentence(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
     with pytest.raises(UsageError, match="has version 2; this hadagen reads version 1"):
         load(folder)
+
+
+def test_floats_in_place_of_codes_are_one_sentence(folder: Path) -> None:
+    plain, model = load(folder), load(folder, quantization_config=HadagenConfig(rotation=None))
+    names = {"mlp": "model.layers.0.mlp.gate_up_proj", "self_attn": "model.layers.0.self_attn.q_proj"}
+    before = logits(model)
+    for part, name in names.items():
+        state = {key: each for key, each in plain.state_dict().items() if f".{part}." in key}
+        with pytest.raises(
+            UsageError, match=f"^{name}.weight has the type float32, but the layer has codes of int8; load"
+        ):
+            model.load_state_dict(state, strict=False)
+    assert torch.equal(logits(model), before)
+    path = folder / "config.json"
+    for weights, codes in (("int8", "int8"), ("fp8", "float8_e4m3fn")):
+        config = json.loads(path.read_text()) | {"quantization_config": HadagenConfig(weights).to_dict()}
+        path.write_text(json.dumps(config))
+        with pytest.raises(
+            UsageError, match=f"a weight has the type F32, but the quantization_config says codes of {codes};"
+        ):
+            load(folder)
 
 
 @pytest.fixture

@@ -142,9 +142,11 @@ def quantized(*models: str) -> list[dict[str, Any]]:
 
     vllm_quantization.rotate_quantize, SiluAndMul.forward_native = counted, staticmethod(activated)  # type: ignore[assignment]
     results = []
-    for model in models:
-        counts.clear()
-        results.append(generate(model) | counts)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in models:
+            counts.clear()
+            results.append(generate(model) | counts)
 
     def multiplied(
         a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype, bias: Any
@@ -164,7 +166,7 @@ def quantized(*models: str) -> list[dict[str, Any]]:
     vllm_quantization.QuantizedMethod.process_weights_after_loading = loaded  # type: ignore[method-assign]
     vllm_quantization._custom_ops.cutlass_scaled_mm = multiplied
     counts.clear()
-    return [*results, generate(models[0]) | counts]
+    return [*results, generate(models[0]) | counts | {"warned": warned(caught)}]
 
 
 def adapted(model: str, adapter: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """torchao: linear layers whose inputs are rotated and quantized by hadagen, and torchao's tensors of hadagen's codes.
 
     from torchao.quantization import quantize_
-    from hadagen.integrations.torchao import HadagenConfig
+    from hadagen.integrations.torchao import RotatedWeightConfig
 
-    quantize_(model, HadagenConfig("mxfp4", rotation=32))
+    quantize_(model, RotatedWeightConfig("mxfp4", rotation=32))
 
 Raises ImportError if torchao is not installed, or has changed.
 """
@@ -123,8 +123,8 @@ def _of_blocks(
 class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
     """The rotated, quantized weight [out, in] of a linear layer. Its product rotates and quantizes the activations.
 
-    qdata, scale, per_tensor_scale: as in torchao's tensor of the kind. kind: the format, as in `HadagenConfig`. block:
-    the size of the blocks that are rotated. dtype: of the weight.
+    qdata, scale, per_tensor_scale: as in torchao's tensor of the kind. kind: the format, as in `RotatedWeightConfig`.
+    block: the size of the blocks that are rotated. dtype: of the weight.
     """
 
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale"]
@@ -217,7 +217,7 @@ def _multiplies_blocks(device: torch.device) -> bool:
 
 # ---- the configuration -----------------------------------------------------------------------------------------------
 @dataclass
-class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
+class RotatedWeightConfig(_Config):  # type: ignore[misc, valid-type]
     """A configuration of `torchao.quantization.quantize_`: rotated, quantized weights and activations.
 
     kind: the format of both: "int8" and "fp8" have a scale for each row, "mxfp8" and "mxfp4" for 32 elements, "nvfp4"
@@ -242,8 +242,8 @@ class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
             raise UsageError(f"rotation = {shown(self.rotation)} is not known; pass rows, the size of blocks, or None")
 
 
-@_register(HadagenConfig)  # type: ignore[untyped-decorator]
-def _rotate_linear(module: torch.nn.Linear, config: HadagenConfig) -> torch.nn.Linear:
+@_register(RotatedWeightConfig)  # type: ignore[untyped-decorator]
+def _rotate_linear(module: torch.nn.Linear, config: RotatedWeightConfig) -> torch.nn.Linear:
     """Replace the weight of a layer by a `RotatedWeight`."""
     weight = module.weight.detach()
     if isinstance(weight, _Tensor) or weight.dtype not in QUANTIZED:

@@ -14,13 +14,18 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from hadagen.errors import UsageError, shown
 from hadagen.integrations.host import SWITCH, Changed
 from hadagen.integrations.host import TRANSFORMERS as HOST
+from hadagen.integrations.transformers_cache import quantize_cache
 from hadagen.models.folding import Sizes, planned
-from hadagen.models.modules import insert, merge, quantize
+from hadagen.models.modules import insert, merge, place_rotations, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
-from hadagen.runtime.checks import QUANTIZED
+from hadagen.runtime.checks import QUANTIZED, plain
+
+_CODES = {torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}  # as safetensors name them
 
 
 def _host_of() -> tuple[Any, Any, str]:
@@ -49,9 +54,11 @@ class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
     weights: "int8" or "fp8".
     activations: "int8-row" or "fp8-row"; "auto" for that with the codes of the weights, which GPUs multiply fast; None
         for activations as they are.
-    rotation: "quarot" for whole rows, "blocks", or None.
+    rotation: "quarot" for whole rows, "blocks", "heads" for those of the cache alone, or None. "auto" is "quarot" for
+        INT8 weights; for FP8 weights "heads" with a cache in codes, else None.
     seed: of random signs.
     ignore: layers that are not quantized, by their names or the last components of their names.
+    cache: the codes of keys and values in any cache: "int8", "fp8" or "int4"; None keeps their type.
 
     Raises `UsageError` for impossible values, and if transformers has no quantizer of hadagen.
     """
@@ -60,14 +67,16 @@ class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
         self,
         weights: str = "int8",
         activations: str | None = "auto",
-        rotation: str | None = "quarot",
+        rotation: str | None = "auto",
         seed: int = 0,
         ignore: Iterable[str] = ("lm_head",),
+        cache: str | None = None,
         **stored: Any,
     ) -> None:
         if _missing:
             raise UsageError(f"transformers has no quantizer of hadagen: {_missing}; load the model without it")
         given = {"weights": weights, "activations": activations, "rotation": rotation, "seed": seed, "ignore": ignore}
+        given["cache"] = cache
         self._take(Scheme.from_dict({"quant_method": METHOD, "version": VERSION} | given | stored))
 
     @property
@@ -98,6 +107,16 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
             raise UsageError(f"dtype {dtype} cannot be quantized; pass float32, float16 or bfloat16")
         return dtype
 
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """The type of a tensor of a folder with codes. Raises `UsageError` for one that would be cast to codes."""
+        stored = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
+        if dtype in _CODES and stored not in (dtype, _CODES[dtype]):
+            raise UsageError(
+                f"a weight has the type {plain(stored)}, but the quantization_config says codes of {plain(dtype)}; "
+                "take both from one model"
+            )
+        return super().get_new_dtype(converter, param, dtype)
+
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         known = {name: each for name, each in model.config.to_dict().items() if name != "quantization_config"}
         self._sizes = Sizes.of(known)
@@ -107,6 +126,8 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
             raise UsageError("fp8-tensor takes its scales from a text; use hadagen quantize with --calibrate")
         else:
             self.quantization_config._take(planned(self.quantization_config.scheme, self._sizes))
+        # Now, because accelerate keeps the forward methods of layers when it spreads them over devices.
+        quantize_cache(model, self.quantization_config.scheme, self._sizes)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -119,6 +140,7 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
             model.config.tie_word_embeddings = False
             model.all_tied_weights_keys = {}
         merge(model)
+        place_rotations(model)
         return model.requires_grad_(False)
 
 

@@ -44,7 +44,12 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Quantization:
         """The `quantization_config` of a checkpoint. Raises `UsageError` for one that this hadagen does not read."""
-        return cls(Scheme.from_dict(config))
+        scheme = Scheme.from_dict(config)
+        if scheme.cache:
+            cls.host.warn(
+                f"the checkpoint asks for keys and values in {scheme.cache}, which vLLM stores as --kv-cache-dtype says"
+            )
+        return cls(scheme)
 
     def get_name(self) -> str:
         """As in checkpoints."""

@@ -154,47 +154,57 @@ def convert(
     if (scheme.activations == "fp8-tensor") != (calibrate is not None):
         raise UsageError("fp8-tensor takes its scales from a text; give both --activations fp8-tensor and --calibrate")
     stored = Checkpoint(source)
-    sizes = Sizes.of(stored.config)
-    if sizes.tied and HEAD in stored.files and not torch.equal(stored.get(HEAD), stored.get(EMBEDDING)):
-        sizes = replace(sizes, tied=False)  # as transformers loads it
-    scheme = planned(scheme, sizes)
-    _check_is_whole(stored, sizes)
-    folding = Folding(scheme, sizes, device)
-    _begin(folder, {"scheme": scheme.to_dict(), "config": stored.config, "files": stored.states()})
+    folding = _folding(stored, scheme, device)
+    if folder.resolve().is_relative_to(source.resolve()):
+        raise UsageError(f"{folder} lies in {source}, the model to quantize; name a folder outside of it")
+    _begin(folder, {"scheme": folding.scheme.to_dict(), "config": stored.config, "files": stored.states()})
     files: dict[str, str] = {}
     for file, names in stored.shards().items():
-        if calibrate and file == ONE_FILE:
-            file = FIRST_OF_TWO
-        is_kept = (folder / file).exists()
+        path = folder / (FIRST_OF_TWO if calibrate and file == ONE_FILE else file)
+        is_kept = path.exists()
         if not is_kept:
-            tensors = {name: each for name in progress(names, file) for name, each in _made(folding, stored, name)}
-            _save(folder / file, tensors)
-        with opened(folder / file) as reader:
-            files |= dict.fromkeys(reader.keys(), file)
-        yield file, is_kept
+            _save(path, {name: each for made in progress(names, file) for name, each in _made(folding, stored, made)})
+        with opened(path) as reader:
+            files |= dict.fromkeys(reader.keys(), path.name)
+        yield path.name, is_kept
     _copy_others(source, folder)
-    config = stored.config | {"tie_word_embeddings": sizes.tied and not folding.is_untied}
-    if not config.get("dtype") and not config.get("torch_dtype"):  # else it would be taken from codes
-        config["dtype"] = str(stored.get(EMBEDDING).dtype).removeprefix("torch.")
+    config = _config(stored, folding)
     if calibrate:
-        _write_index(folder, files)
-        as_they_are = replace(scheme, activations=None)
-        write_json(folder / CONFIG, config | {"quantization_config": as_they_are.to_dict()})
+        _complete(folder, config, replace(folding.scheme, activations=None), files)  # to measure with
         scales = calibrate(folder)
         _save(folder / SCALES, scales)
         files |= dict.fromkeys(scales, SCALES)
         yield SCALES, False
-    if {*files.values()} != {ONE_FILE}:
-        _write_index(folder, files)
-    write_json(folder / CONFIG, config | {"quantization_config": scheme.to_dict()})
+    _complete(folder, config, folding.scheme, files)
     (folder / UNFINISHED).unlink()
     for left in folder.glob(".hadagen-*"):  # of runs that were killed
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _write_index(folder: Path, files: Mapping[str, str]) -> None:
-    total = sum((folder / file).stat().st_size for file in set(files.values()))
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+def _folding(stored: Checkpoint, scheme: Scheme, device: torch.device | str) -> Folding:
+    """How the tensors of a model are rotated. Raises what `convert` raises for a model that cannot be quantized."""
+    sizes = Sizes.of(stored.config)
+    if sizes.tied and HEAD in stored.files and not torch.equal(stored.get(HEAD), stored.get(EMBEDDING)):
+        sizes = replace(sizes, tied=False)  # as transformers loads it
+    scheme = planned(scheme, sizes)
+    _check_is_whole(stored, sizes)
+    return Folding(scheme, sizes, device)
+
+
+def _config(stored: Checkpoint, folding: Folding) -> dict[str, Any]:
+    """The configuration of the new model, without its quantization_config."""
+    config = stored.config | {"tie_word_embeddings": folding.sizes.tied and not folding.is_untied}
+    if not config.get("dtype") and not config.get("torch_dtype"):  # else it would be taken from codes
+        config["dtype"] = str(stored.get(EMBEDDING).dtype).removeprefix("torch.")
+    return config
+
+
+def _complete(folder: Path, config: dict[str, Any], scheme: Scheme, files: Mapping[str, str]) -> None:
+    """Write what tells transformers of the tensors in `files`."""
+    if {*files.values()} != {ONE_FILE}:
+        total = sum((folder / file).stat().st_size for file in set(files.values()))
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+    write_json(folder / CONFIG, config | {"quantization_config": scheme.to_dict()})
 
 
 def _check_is_whole(stored: Checkpoint, sizes: Sizes) -> None:

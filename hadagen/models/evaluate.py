@@ -91,7 +91,7 @@ def measured(model: Any, windows: torch.Tensor, progress: Progress = iter) -> Fi
     losses, tops = [], []
     for window in progress(list(windows.to(model.device))):
         with torch.no_grad():
-            logits = model(window[None], use_cache=False).logits[0].float()
+            logits = model(window[None], use_cache=True).logits[0].float()  # whose codes count too
         losses.append(float(torch.nn.functional.cross_entropy(logits[:-1], window[1:])))
         tops.append(logits.argmax(-1).cpu())
     return Figures(losses, torch.stack(tops))

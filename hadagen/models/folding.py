@@ -3,7 +3,8 @@
 The model is Llama-like: linear layers behind RMSNorms read the residual stream, and linear layers write it. With the
 rotation "quarot", norms lose their factors, which go into the layers behind them. R1 rotates the residual stream, and
 R2 the heads of values; both are folded into weights. R4 rotates the inputs of down_proj in each pass, so its inverse is
-folded. The rotation "blocks" folds the inverse of a rotation of the inputs of each layer.
+folded. The rotation "blocks" folds the inverse of a rotation of the inputs of each layer. R3 rotates queries and keys
+in each pass and changes no weight: q · kᵀ stays as it is if both are rotated.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from hadagen.errors import UsageError, choice, shown
+from hadagen.models.cache import HeadCodes
 from hadagen.models.scheme import LAYERS, METHOD, Online, Scheme
 from hadagen.runtime.rotation import Rotation
 
@@ -97,13 +99,14 @@ def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
     for name in scheme.ignore:
         if name not in {"lm_head", *LAYERS, *sizes.linears()}:
             raise UsageError(f"ignore names {shown(name)}, which is no linear layer; {choice(name, LAYERS)}")
-    if scheme.rotation is None:
-        return replace(scheme, online={})
+    if scheme.cache:
+        HeadCodes(scheme.cache, sizes.head)
+    online: dict[str, Online] = {}
     if scheme.rotation == "quarot":
         online = {"down_proj": Online(sizes.inner)}
-    else:
+    elif scheme.rotation == "blocks":
         online = {name: Online(n, min(n & -n, _MOST_OF_A_BLOCK)) for name, n in sizes.inputs().items()}
-    for each in online.values():
+    for each in (*online.values(), *([Online(sizes.head)] if scheme.rotates_values else [])):
         each.rotation()
     return replace(scheme, online=online)
 
@@ -123,7 +126,7 @@ class Folding:
             generator = torch.Generator().manual_seed(scheme.seed)
             signs = 1 - 2 * torch.randint(0, 2, (sizes.width,), generator=generator)
             self._r1 = Rotation(sizes.width, signs=signs).to(device)
-            self._r2 = Rotation(sizes.head).to(device)
+        self._r2 = Rotation(sizes.head).to(device) if scheme.rotates_values else None
 
     @property
     def is_untied(self) -> bool:
@@ -165,18 +168,18 @@ class Folding:
             if short in NORMS:
                 layer = module.rpartition(".")[0].rpartition(".")[0]
                 weight = _into(self._r1, weight * self._wide(get, f"{layer}.{NORMS[short]}.weight"), "input")
-            if short == "v_proj":
-                weight = _into(self._r2, weight.reshape(-1, self.sizes.head, weight.shape[1]), "output").flatten(0, 1)
-            elif short == "o_proj":
-                weight = _into(self._r2, weight.reshape(len(weight), -1, self.sizes.head), "input").flatten(1)
             if short in ("o_proj", "down_proj"):
                 weight = _into(self._r1, weight, "output")
+        if self._r2 and short == "v_proj":
+            weight = _into(self._r2, weight.reshape(-1, self.sizes.head, weight.shape[1]), "output").flatten(0, 1)
+        elif self._r2 and short == "o_proj":
+            weight = _into(self._r2, weight.reshape(len(weight), -1, self.sizes.head), "input").flatten(1)
         if self.scheme.online_of(module):
             weight = _into(self._online[short], weight, "input")
         return weight
 
     def _bias(self, short: str, name: str, get: Get) -> torch.Tensor:
-        if self._whole and short == "v_proj":
+        if self._r2 and short == "v_proj":
             return self._r2(self._wide(get, name).reshape(-1, self.sizes.head)).flatten()  # type: ignore[no-any-return]
         if self._whole and short in ("o_proj", "down_proj"):
             return self._r1(self._wide(get, name))  # type: ignore[no-any-return]

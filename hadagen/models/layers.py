@@ -12,6 +12,7 @@ from hadagen import prologues
 from hadagen.errors import UsageError
 from hadagen.models.scheme import WEIGHTS, Scheme
 from hadagen.problem.prologues import Prologue
+from hadagen.runtime.checks import plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
 
@@ -119,6 +120,16 @@ class QuantizedLinear(torch.nn.Module):
         if self.rotation is not None:
             self.rotation._apply(fn)
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Raises `UsageError` for a weight that is no codes, which PyTorch would cast."""
+        given, codes = state_dict.get(f"{prefix}weight", self.weight).dtype, self.weight.dtype
+        if given != codes:
+            raise UsageError(
+                f"{prefix}weight has the type {plain(given)}, but the layer has codes of {plain(codes)}; load the "
+                "state dict of a model that was quantized in the same way"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.weight.dtype}, activations={self.activations!r}"

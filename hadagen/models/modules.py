@@ -11,6 +11,7 @@ from hadagen.errors import UsageError
 from hadagen.models.folding import EMBEDDING, HEAD, Folding, Sizes, finite
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
 from hadagen.models.scheme import Scheme
+from hadagen.runtime.rotation import Rotation
 
 
 def insert(model: torch.nn.Module, scheme: Scheme) -> None:
@@ -74,6 +75,17 @@ def merge(model: torch.nn.Module) -> None:
         parts = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
         if all(isinstance(part, QuantizedLinear) and part.activations for part in parts):
             model.set_submodule(name, QuantizedMLP(*parts))  # type: ignore[arg-type]
+
+
+def place_rotations(model: torch.nn.Module) -> None:
+    """Move each rotation to the device of its layer.
+
+    Those made before a model was loaded are on the meta device, where every call would look for its kernel again.
+    """
+    for layer in model.modules():
+        for rotation in layer.children():
+            if isinstance(rotation, Rotation):
+                rotation.to(next(layer.parameters()).device)
 
 
 def _linears(model: torch.nn.Module, scheme: Scheme) -> list[tuple[str, torch.nn.Linear]]:

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 METHOD, VERSION = "hadagen", 1  # in the `quantization_config` of a checkpoint
 # The format of `rotate_quantize` for the weights of a name.
 WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row"}
-ACTIVATIONS = ("fp8-row", "int8-row", "fp8-tensor", None)
-ROTATIONS = ("quarot", "blocks", None)
+ACTIVATIONS = ("int8-row", "fp8-row", "fp8-tensor", None)
+ROTATIONS = ("quarot", "blocks", "heads", None)
+# The same for keys and values in a cache, where each head of a token is a row.
+CACHES = {"int8": "int8-row", "fp8": "fp8-row", "int4": "int4-row"}
 # The linear layers that are quantized, by the last component of their names.
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -43,26 +45,36 @@ class Scheme:
         the checkpoint stores; None: activations are not quantized. "auto" becomes the format with a scale for each row
         and the codes of the weights, because GPUs multiply codes of the same type.
     rotation: "quarot": the residual stream, the heads of values, and the inputs of down_proj are rotated in whole rows.
-        "blocks": the inputs of each layer are rotated in blocks. None: nothing is rotated.
+        "blocks": the inputs of each layer are rotated in blocks. "heads": the heads of values alone. None: nothing is
+        rotated. "auto" becomes "quarot" for INT8 weights; for FP8 weights, which gain nothing by it, "heads" with
+        a cache in codes, else None.
     seed: of the random signs of the rotation of the residual stream.
     ignore: layers that are not quantized, by their names, or by the last components of their names.
     online: the layers whose inputs are rotated in each pass, by the last components of their names.
+    cache: the codes of keys and values in a cache, with a scale for each head of a token: "int8", "fp8" or "int4"; None
+        keeps their type. Unless rotation is None, the heads of values are rotated too, and in each pass those of
+        queries and keys, behind their rotary embedding.
 
     Raises `UsageError` for impossible values.
     """
 
     weights: str = "int8"
     activations: str | None = "auto"
-    rotation: str | None = "quarot"
+    rotation: str | None = "auto"
     seed: int = 0
     ignore: tuple[str, ...] = ("lm_head",)
     online: Mapping[str, Online] = field(default_factory=dict)
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("weights", self.weights, WEIGHTS)
+        _check_choice("cache", self.cache, (*CACHES, None))
         if self.activations == "auto":
             object.__setattr__(self, "activations", WEIGHTS[self.weights])
         _check_choice("activations", self.activations, ACTIVATIONS)
+        if self.rotation == "auto":
+            of_fp8 = "heads" if self.cache else None
+            object.__setattr__(self, "rotation", "quarot" if self.weights == "int8" else of_fp8)
         _check_choice("rotation", self.rotation, ROTATIONS)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
             raise UsageError(f"seed = {shown(self.seed)} is not possible; pass an integer from 0 to 2^63 - 1")
@@ -100,10 +112,21 @@ class Scheme:
             "weights": self.weights,
             "activations": self.activations,
             "rotation": self.rotation,
+            "cache": self.cache,
             "seed": self.seed,
             "ignore": list(self.ignore),
             "online": online,
         }
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether queries and keys are rotated in each pass that has a cache."""
+        return self.cache is not None and self.rotation is not None
+
+    @property
+    def rotates_values(self) -> bool:
+        """Whether a rotation of the heads of values is folded into the weights."""
+        return self.rotates_keys or self.rotation in ("quarot", "heads")
 
     def is_quantized(self, name: str) -> bool:
         """Whether the layer of this name, such as `model.layers.0.mlp.down_proj`, has codes."""

@@ -1,0 +1,131 @@
+"""Attention of transformers whose cache holds keys and values in hadagen's codes.
+
+Any cache of transformers holds them, in bytes: attention packs the keys and values of new tokens before the cache gets
+them, and unpacks those of all tokens that it returns. Queries are rotated like keys, where attention functions get
+them, so rotated keys need no inverse. Both are rotated behind the rotary embedding. A call without a cache rotates and
+quantizes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from hadagen.errors import UsageError
+from hadagen.integrations.host import TRANSFORMERS as HOST
+from hadagen.models.cache import HeadCodes
+from hadagen.models.folding import Sizes
+from hadagen.models.scheme import Scheme
+from hadagen.runtime.checks import plain
+from hadagen.runtime.rotation import Rotation
+
+_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"  # where the forward of attention finds the function that it calls
+
+
+def quantize_cache(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> None:
+    """Let the attention of each layer keep keys and values in codes, if the scheme says so.
+
+    Raises `UsageError` if the attention of this transformers is another than hadagen knows.
+    """
+    if scheme.cache is None:
+        return
+    codes = HeadCodes(scheme.cache, sizes.head)
+    layer: Any
+    for layer in model.modules():
+        if hasattr(layer, "q_proj") and hasattr(layer, "k_proj"):
+            layer.__class__ = _with_codes(layer.__class__)
+            layer.cache_codes = codes
+            layer.head_rotation = Rotation(sizes.head) if scheme.rotates_keys else None
+
+
+@functools.cache
+def _with_codes(kind: Any) -> Any:
+    """The class of attention with a cache in codes."""
+    function = inspect.unwrap(kind.forward)
+    names = getattr(function, "__code__", None) and {*function.__code__.co_names, *function.__code__.co_varnames}
+    if not names or not names >= {_FUNCTIONS, "update", "cache"}:
+        raise UsageError(
+            f"{kind.__name__} of this transformers keeps no keys that hadagen can quantize; install transformers "
+            f"{HOST.tested}, or leave cache out"
+        )
+    # The same code, with other attention functions. Without its name, torch.compile would look into the module.
+    scope = {name: each for name, each in function.__globals__.items() if name != "__name__"}
+    scope[_FUNCTIONS] = _Rotating(scope[_FUNCTIONS])
+    forward = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    forward.__kwdefaults__ = function.__kwdefaults__
+
+    class WithCodes(kind):  # type: ignore[misc]
+        def forward(self, *arguments: Any, cache: Any = None, **options: Any) -> Any:
+            if cache is None:
+                return super().forward(*arguments, **options)
+            return forward(self, *arguments, cache=_InCodes(cache, self.cache_codes, self.head_rotation), **options)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:  # pickle finds no class that was made in a function
+            return _empty, (kind,), self.__dict__
+
+    WithCodes.__name__ = WithCodes.__qualname__ = kind.__name__
+    return WithCodes
+
+
+def _empty(kind: Any) -> Any:
+    made = _with_codes(kind)
+    return made.__new__(made)
+
+
+class _Rotating:
+    """The attention functions of transformers, with rotated queries."""
+
+    def __init__(self, functions: Any) -> None:
+        self.functions = functions
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = self.functions.get_interface(name, default)
+
+        def attention(module: Any, query: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            rotation = module.head_rotation
+            return function(module, query if rotation is None else rotation(query), *arguments, **options)
+
+        return attention
+
+
+class _InCodes:
+    """A cache of transformers, as attention sees it: it takes and returns values, and holds bytes."""
+
+    def __init__(self, cache: Any, codes: HeadCodes, rotation: Rotation | None) -> None:
+        self.cache, self.codes, self.rotation = cache, codes, rotation
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, at: int, *arguments: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [batch, heads, tokens, head] of all tokens of the layer `at`, with those of new tokens."""
+        _check(self.cache, at, self.codes)
+        packed = self.codes.pack(keys, self.rotation), self.codes.pack(values, None)
+        all_keys, all_values = self.cache.update(*packed, at, *arguments, **options)
+        return self.codes.unpack(all_keys, keys.dtype), self.codes.unpack(all_values, values.dtype)
+
+
+def _check(cache: Any, at: int, codes: HeadCodes) -> None:
+    """Raises `UsageError` for a cache whose layer `at` cannot hold the bytes."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise UsageError(
+            f"{type(cache).__name__} cannot hold keys and values in codes of {codes.cache}; call generate, or quantize "
+            "the model with cache=None"
+        )
+    layer = layers[at] if at < len(layers) else None  # some caches make layers as they need them
+    if hasattr(layer, "_quantize"):
+        raise UsageError(
+            f"{type(layer).__name__} quantizes keys and values, which the model does by itself, to {codes.cache}; "
+            "leave cache_implementation out, or pass a DynamicCache"
+        )
+    held = getattr(layer, "keys", None)
+    if held is not None and (held.dtype != torch.uint8 or (held.numel() and held.shape[-1] != codes.row)):
+        raise UsageError(
+            f"the cache has keys of {plain(held.dtype)} [..., {held.shape[-1]}], and the model quantizes them to "
+            f"{codes.cache}; pass a new cache, without early_initialization"
+        )
