@@ -289,7 +289,8 @@ def ragged() -> list[Source]:
     problems = [Problem.parse(key) for key in RAGGED]
     choices = [(problem, knobs) for problem in problems for knobs in families(problem, "load", "grid", "stages")]
     plans = [build_plan(problem, knobs, ARCH) for problem, knobs in choices]
-    return [render(plan) for plan in plans if plan.load.staged and plan.is_ragged]
+    # `verify` may give a kernel that quantizes an even number of rows.
+    return [render(plan) for plan in plans if plan.load.staged and plan.is_ragged and plan.rows_per_tile > 2]
 
 
 def problem_of(source: Source) -> Problem:

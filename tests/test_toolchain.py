@@ -228,6 +228,7 @@ def test_the_headers_are_those_of_the_package() -> None:
         "codes.cuh",
         "hadagen.cuh",
         "primitives.cuh",
+        "right.cuh",
         "words.cuh",
     }
     assert "asm volatile" in toolchain.device_headers()["primitives.cuh"]

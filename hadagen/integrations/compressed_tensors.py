@@ -10,6 +10,7 @@ stores their weights, so state dicts stay the same.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -141,12 +142,15 @@ def _find(self: Any, kind: type, dtype: torch.dtype, device: torch.device) -> Ro
     """The rotation by the transform's weight, on a device; None where the host transforms."""
     if not torch.compiler.is_compiling():
         return _rotation_of(self, kind, dtype, device)
-    return self.__dict__[_HELD] if _hold(self, kind, dtype, device) else None
+    # Before PyTorch 2.13, functions with a constant result take no module.
+    return self.__dict__[_HELD] if _hold(id(self), kind, dtype, device) else None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _hold(self: Any, *value: Any) -> bool:
-    """Make the rotation an attribute of the transform, where compiled code finds it; return whether there is one."""
+def _hold(transform: int, *value: Any) -> bool:
+    """Make the rotation an attribute of the transform with this id, where compiled code finds it; return whether there
+    is one."""
+    self: Any = ctypes.cast(transform, ctypes.py_object).value
     self.__dict__[_HELD] = _rotation_of(self, *value)
     return self.__dict__[_HELD] is not None
 
