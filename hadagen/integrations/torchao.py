@@ -212,7 +212,7 @@ def _rotation(n: int, block: int) -> Rotation | None:
 
 def _multiplies_blocks(device: torch.device) -> bool:
     """Whether a GPU multiplies MX and NVFP4 codes."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 # ---- the configuration -----------------------------------------------------------------------------------------------

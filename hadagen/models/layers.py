@@ -103,7 +103,7 @@ class QuantizedLinear(torch.nn.Module):
             y = int8_product(codes, scales, self.weight, self.weight_scale)
         else:
             # Other GPUs have no kernel with scales of rows, and this one gives no type but bfloat16.
-            by_row = dtype == torch.bfloat16 and _capability(device)[0] in (9, 10)
+            by_row = dtype == torch.bfloat16 and _capability(device) // 10 in (9, 10)
             y = fp8_product(codes, scales, self.weight, self.weight_scale, by_row=by_row)
         return y.to(dtype).view(*q.codes.shape[:-1], self.out_features)
 
@@ -140,17 +140,17 @@ def _held(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
-def multiplies(codes: torch.Tensor, weight: torch.Tensor, capability: tuple[int, int]) -> bool:
+def multiplies(codes: torch.Tensor, weight: torch.Tensor, capability: int) -> bool:
     """Whether PyTorch multiplies codes of both types on a device. If not, they are dequantized.
 
-    capability: of the GPU; (0, 0) for another device.
+    capability: of the GPU, 10 · major + minor; 0 for another device.
     """
     if weight.dtype != codes.dtype or not codes.numel():
         return False
     if weight.device.type == "cpu":
         return weight.dtype == torch.int8
     # What the sizes of the weight must be multiples of, and the least capability.
-    by, least = (8, (7, 5)) if weight.dtype == torch.int8 else (16, (8, 9))
+    by, least = (8, 75) if weight.dtype == torch.int8 else (16, 89)
     return capability >= least and weight.shape[0] % by == 0 and weight.shape[1] % by == 0
 
 
@@ -180,8 +180,10 @@ def fp8_product(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+def _capability(device: torch.device) -> int:
+    """10 · major + minor, because Dynamo compares no constant tuples before PyTorch 2.13."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
 
 
 # ---- the MLP ---------------------------------------------------------------------------------------------------------
