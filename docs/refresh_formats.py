@@ -68,7 +68,9 @@ def rotations_on_h100_table() -> str:
             us, copy_us = times.get((problem, timed_elements(problem, nominal), cache), (None, None))
             cells.append(number(us and copy_us and copy_us / us))
         form = problem.io.form.name if problem.io.form else problem.io.input.value
-        table.append([problem.transform.size, form, problem.io.numerics.value, *cells])
+        of = problem.transform
+        given = ", two real matrices" if of.paired else ", a real matrix" if of.real else ""
+        table.append([f"{of.size}{given}", form, problem.io.numerics.value, *cells])
     titles = [title for title, _, _ in REGIMES[1:]]
     return grid("lll" + "r" * len(titles), ["n = K · 2^m", "to", "numerics", *titles], table)
 
