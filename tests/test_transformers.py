@@ -23,7 +23,6 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from hadagen import Rotation
 from hadagen.errors import UsageError
 from hadagen.integrations import transformers as integration
-from hadagen.integrations import transformers_cache as integration_cache
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
 from hadagen.models.scheme import CACHES, LAYERS
@@ -226,6 +225,18 @@ def test_a_cache_in_codes_on_a_gpu(cache: str, tmp_path: Path) -> None:
         assert torch.equal(found, expected)
 
 
+def test_attention_takes_a_cache_by_any_name(folder: Path) -> None:
+    attention = load(folder, quantization_config=HadagenConfig(cache="int8")).model.layers[0].self_attn
+    x, at = torch.ones(1, 1, 48), (torch.zeros(1, 1, 16),) * 2
+    for name in ("cache", "past_key_values", ""):
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            attention(x, at, None, *[cache] * (not name), **{name: cache} if name else {})
+        assert cache.layers[0].keys.dtype == torch.uint8
+    attention.compile(backend="eager")
+    assert copy.deepcopy(attention)._compiled_call_impl is None  # which calls the module that was compiled
+
+
 def test_a_cache_that_cannot_hold_codes_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = load(folder), load(folder, quantization_config=HadagenConfig(cache="int8"))
     paged = PagedAttentionCache.__new__(PagedAttentionCache)  # which generate_batch makes
@@ -245,10 +256,16 @@ def test_a_cache_that_cannot_hold_codes_is_one_sentence(folder: Path, monkeypatc
         for each in (cache, grows, stays):
             with pytest.raises(UsageError, match=r"has keys of float32 .*, and the model .* to int8; pass a new cache"):
                 model(TOKENS, cache=each)
+        other = transformers.DynamicCache()
+        load(folder, quantization_config=HadagenConfig(cache="fp8"))(TOKENS, cache=other)
+        with pytest.raises(UsageError, match="holds rotated codes of fp8, and the model makes rotated codes of int8"):
+            model(TOKENS, cache=other)
+    wide = load(folder, quantization_config=HadagenConfig(activations=None, cache="int8"))
+    with pytest.raises(UsageError, match="keys or values require a gradient, .*; pass use_cache=False, or call"):
+        wide(inputs_embeds=torch.ones(1, 3, 48, requires_grad=True))
     with pytest.raises(UsageError, match="cache = 'int5' is not known; did you mean int8"):
         HadagenConfig(cache="int5")
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaAttention.forward", lambda self, x: (x, None))
-    integration_cache._with_codes.cache_clear()
     with pytest.raises(
         UsageError, match=r"LlamaAttention of this transformers keeps no keys .* install transformers 5\."
     ):

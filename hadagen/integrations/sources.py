@@ -37,6 +37,8 @@ def missing(host: Host) -> list[str]:
             found.append(f"it has no {path.replace(':', '.')}")
         except Changed as changed:
             found.append(str(changed))
+        except (SyntaxError, ValueError, ImportError, OSError, RecursionError) as error:
+            found.append(f"the source of {module} cannot be read: {error}")
     return found
 
 
@@ -103,7 +105,7 @@ def _parameters(function: ast.FunctionDef) -> tuple[str, ...]:
 @cache
 def _tree(module: str) -> ast.Module:
     """The source of a module. Raises `LookupError` if there is none."""
-    return ast.parse(_file(module).read_text(encoding="utf-8"))
+    return ast.parse(_file(module).read_bytes())
 
 
 def _file(module: str) -> Path:

@@ -24,6 +24,7 @@ from hadagen.models.scheme import Scheme
 from hadagen.runtime.checks import plain
 from hadagen.runtime.rotation import Rotation
 
+_FILLED = "_hadagen_codes"  # an attribute of layers of a cache: the format of the codes, and whether keys are rotated
 _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"  # where the forward of attention finds the function that it calls
 
 
@@ -43,12 +44,17 @@ def quantize_cache(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> None
             layer.head_rotation = Rotation(sizes.head) if scheme.rotates_keys else None
 
 
-@functools.cache
 def _with_codes(kind: Any) -> Any:
-    """The class of attention with a cache in codes."""
+    """The class of attention with a cache in codes, with the functions that transformers' module has now."""
     function = inspect.unwrap(kind.forward)
-    names = getattr(function, "__code__", None) and {*function.__code__.co_names, *function.__code__.co_varnames}
-    if not names or not names >= {_FUNCTIONS, "update", "cache"}:
+    called = getattr(getattr(function, "__code__", None), "co_names", ())
+    return _made(kind, function, tuple(id(getattr(function, "__globals__", {}).get(name)) for name in called))
+
+
+@functools.cache
+def _made(kind: Any, function: Any, _called: tuple[int, ...]) -> Any:
+    known = getattr(function, "__code__", None) and {*function.__code__.co_names, *function.__code__.co_varnames}
+    if not known or not known >= {_FUNCTIONS, "update", "cache"}:
         raise UsageError(
             f"{kind.__name__} of this transformers keeps no keys that hadagen can quantize; install transformers "
             f"{HOST.tested}, or leave cache out"
@@ -58,15 +64,20 @@ def _with_codes(kind: Any) -> Any:
     scope[_FUNCTIONS] = _Rotating(scope[_FUNCTIONS])
     forward = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     forward.__kwdefaults__ = function.__kwdefaults__
+    names = [*inspect.signature(function).parameters][1:]  # of arguments behind self
 
     class WithCodes(kind):  # type: ignore[misc]
-        def forward(self, *arguments: Any, cache: Any = None, **options: Any) -> Any:
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            given = {**dict(zip(names, arguments, strict=False)), **options}
+            cache = given.pop("cache", None)
+            if cache is None:
+                cache = given.pop("past_key_values", None)  # its former name
             if cache is None:
                 return super().forward(*arguments, **options)
-            return forward(self, *arguments, cache=_InCodes(cache, self.cache_codes, self.head_rotation), **options)
+            return forward(self, cache=_InCodes(cache, self.cache_codes, self.head_rotation), **given)
 
         def __reduce_ex__(self, protocol: Any) -> Any:  # pickle finds no class that was made in a function
-            return _empty, (kind,), self.__dict__
+            return _empty, (kind,), self.__getstate__()
 
     WithCodes.__name__ = WithCodes.__qualname__ = kind.__name__
     return WithCodes
@@ -103,14 +114,21 @@ class _InCodes:
         self, keys: torch.Tensor, values: torch.Tensor, at: int, *arguments: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [batch, heads, tokens, head] of all tokens of the layer `at`, with those of new tokens."""
-        _check(self.cache, at, self.codes)
+        _check(self.cache, at, self.codes, self.rotation is not None)
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise UsageError(
+                "keys or values require a gradient, which codes do not have; pass use_cache=False, or call the model "
+                "under torch.no_grad()"
+            )
         packed = self.codes.pack(keys, self.rotation), self.codes.pack(values, None)
         all_keys, all_values = self.cache.update(*packed, at, *arguments, **options)
+        if not torch.compiler.is_compiling():
+            setattr(self.cache.layers[at], _FILLED, (self.codes.cache, self.rotation is not None))
         return self.codes.unpack(all_keys, keys.dtype), self.codes.unpack(all_values, values.dtype)
 
 
-def _check(cache: Any, at: int, codes: HeadCodes) -> None:
-    """Raises `UsageError` for a cache whose layer `at` cannot hold the bytes."""
+def _check(cache: Any, at: int, codes: HeadCodes, rotated: bool) -> None:
+    """Raises `UsageError` for a cache whose layer `at` cannot hold the bytes, or has those of another scheme."""
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise UsageError(
@@ -129,3 +147,9 @@ def _check(cache: Any, at: int, codes: HeadCodes) -> None:
             f"the cache has keys of {plain(held.dtype)} [..., {held.shape[-1]}], and the model quantizes them to "
             f"{codes.cache}; pass a new cache, without early_initialization"
         )
+    if torch.compiler.is_compiling():
+        return
+    filled = getattr(layer, _FILLED, None)
+    if filled not in (None, (codes.cache, rotated)):
+        kinds = [f"{'rotated ' * turned}codes of {name}" for name, turned in (filled, (codes.cache, rotated))]
+        raise UsageError(f"the cache holds {kinds[0]}, and the model makes {kinds[1]}; pass a new cache")
