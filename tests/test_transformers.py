@@ -261,7 +261,7 @@ def test_a_cache_that_cannot_hold_codes_is_one_sentence(folder: Path, monkeypatc
         with pytest.raises(UsageError, match="holds rotated codes of fp8, and the model makes rotated codes of int8"):
             model(TOKENS, cache=other)
     wide = load(folder, quantization_config=HadagenConfig(activations=None, cache="int8"))
-    with pytest.raises(UsageError, match="keys or values require a gradient, .*; pass use_cache=False, or call"):
+    with pytest.raises(UsageError, match=r"keys or values require a gradient, .*; pass use_cache=False, or call"):
         wide(inputs_embeds=torch.ones(1, 3, 48, requires_grad=True))
     with pytest.raises(UsageError, match="cache = 'int5' is not known; did you mean int8"):
         HadagenConfig(cache="int5")

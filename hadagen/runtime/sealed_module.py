@@ -221,7 +221,8 @@ class SealedModule(torch.nn.Module):
         missing_keys += [key for key in lacking if key not in missing]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(self._NOT_STORED)}  # without what `compile` made
+        state = super().__getstate__()  # type: ignore[no-untyped-call]  # without what `compile` made
+        return {**state, **dict.fromkeys(self._NOT_STORED)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
