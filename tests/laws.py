@@ -96,7 +96,7 @@ class _Laws:
             among[others] = value
             kept = ~others if units > 1 else others.new_zeros(units)
             for mine, theirs in zip(self._quantize(among, form), (codes, scales), strict=True):
-                if theirs is not None and mine is not None and not _same(mine[kept], theirs[kept]):
+                if theirs is not None and mine is not None and not torch.equal(_bits(mine)[kept], _bits(theirs)[kept]):
                     self._broken.append(f"rows: other rows of {value} change a row")
         for few in self._counts[:-1]:
             for mine, theirs in zip(self._quantize(x[:few], form), (codes, scales), strict=True):
