@@ -18,6 +18,7 @@ from hadagen.cli import doctor, options
 from hadagen.errors import NoCompilerError
 from hadagen.gpu.gpu_class import class_name
 from hadagen.integrations.host import Host, _needs
+from hadagen.integrations.sources import missing as lacking
 from hadagen.runtime.device import Device
 from hadagen.tuning_db.bundle import Bundle
 
@@ -243,3 +244,14 @@ def test_the_doctor_looks_for_the_hooks_of_other_projects(tmp_path: Path, monkey
     assert doctor._hosts()[-1].says == "HADAGEN_INTEGRATIONS has 'sglag', which is not known; did you mean sglang?"
     assert says(fits) == ("off", f"{start}HADAGEN_INTEGRATIONS=vllm, sglag")
     assert says(fits._replace(has_switch=False))[0] == "ok"
+
+
+def test_a_source_that_is_no_python_is_told_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "strange_host"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Marked:\n    pass\n", encoding="utf-8-sig")  # Python reads the mark
+    (package / "broken.py").write_text("class Broken(:\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    needs = _needs({"strange_host": ("Marked",), "strange_host.broken": ("Broken",)})
+    (said,) = lacking(Host("strange_host", "strange-host", "1.0", needs))
+    assert said.startswith("the source of strange_host.broken cannot be read: invalid syntax")

@@ -316,6 +316,13 @@ def test_a_stored_rotation_is_the_same(made: Callable[[], Rotation]) -> None:
         assert repr(again) == repr(r)
 
 
+def test_a_copy_of_a_compiled_module_calls_itself() -> None:
+    r = Rotation(48)
+    r.compile(backend="eager")  # which keeps a bound method of r
+    for again in (copy.deepcopy(r), pickle.loads(pickle.dumps(r))):
+        assert again._compiled_call_impl is None
+
+
 def test_what_is_stored_has_the_signs_and_the_digest() -> None:
     assert Rotation(24, "dao", signs=[1, -1] * 12).to_dict() == {
         "n": 24,
