@@ -14,6 +14,12 @@ column `own_barrier` counts these warnings, which are no findings: the emulator,
 thread, finds no race. The machine code has to have these two instructions where racecheck says; any other warning is a
 finding.
 
+racecheck knows what a thread has done before it arrives at an mbarrier, but not that the other lanes of its warp have
+met it before that (`warp_sync`), so that it arrives for all of them. So a kernel that racecheck finds something in is
+compiled once more, with barriers at which each lane arrives for itself. If racecheck finds nothing in this one, the
+column `lanes` has the number that it found in the other, which are no findings. The emulator checks that lanes meet
+before one arrives for them. Kernels that cannot be generated have no second look.
+
 A run takes up where the table that `--csv` names ends, and stops after `--seconds`. It exits with 0 if all is done and
 nothing was found, with 1 if anything was found or a tool missed its control, and with 3 if kernels are left.
 """
@@ -37,19 +43,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hadagen.compiler.codegen import render
 from hadagen.compiler.compilers import find_tool
+from hadagen.compiler.recipes import is_recipe_of
 from hadagen.compiler.toolchain import Toolchain, disassemble
 from hadagen.errors import ToolchainError
 from hadagen.gpu import driver
 from hadagen.measure import without_texts
 from hadagen.plan.arch import load_arch
+from hadagen.plan.knobs import Knobs
+from hadagen.plan.space import build_plan
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.launch import ENTRY, LaunchSpec, RowShape, Source
 from hadagen.problem.operands import kernel_operands, sizes_for, verification_operands
@@ -58,6 +68,8 @@ from hadagen.problem.prologues import prologue_of
 from hadagen.problem.trial import Kernel
 from hadagen.truth.reference import verification_scale
 from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.merge import selection_of
+from hadagen.tuning_db.winners import digest_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # What each tool gets besides; memory behind an allocation that is none, so that near overruns do not hit another one.
@@ -72,7 +84,8 @@ COMMON = (
     *("--report-api-errors", "no", "--print-limit", "100000"),
 )
 OWN_BARRIER = "own_barrier"  # counts racecheck's warnings of a barrier that one thread prepares and arrives at
-COLUMNS = ("gpu", "kernel", "problem", "launches", *TOOLS, OWN_BARRIER)
+LANES = "lanes"  # counts what racecheck finds only where one lane arrives for its warp
+COLUMNS = ("gpu", "kernel", "problem", "launches", *TOOLS, OWN_BARRIER, LANES)
 CONTROL = "control"  # stands for the problem of a broken kernel
 NO_KERNEL = "no kernel"
 LEFT = 3
@@ -87,6 +100,8 @@ _WARP_RACE = re.compile(
 )
 _PREPARES, _ARRIVES = re.compile(r"(@\S+ )?SYNCS\.EXCH\b"), re.compile(r"(@\S+ )?SYNCS\.ARRIVE\b")
 
+_ARRIVES_FOR_WARP = re.compile(r"if \(lane == 0(?: && ([^;]*))?\) barrier_arrive\(")
+_ARRIVALS = re.compile(r"barrier_init\((.+?), (\d+)\);")
 _CONTROL_SPEC = LaunchSpec(threads=64, cluster=1, shared_bytes=0, tile_elements=64, persistent=False)
 _CONTROL = """#include "hadagen.cuh"
 using namespace hadagen;
@@ -348,6 +363,7 @@ class Run:
     found: Counter[str]
     own_barrier: Counter[str]
     texts: list[str]
+    lanes: Counter[str] = field(default_factory=Counter)
 
     @property
     def columns(self) -> dict[tuple[str, str], tuple[int, int]]:
@@ -396,6 +412,26 @@ def sanitize(tool: str, jobs: Sequence[Job], folder: Path, deadline: float, prog
     return run
 
 
+def look_again(
+    run: Run, own: Sequence[Job], control: Job, folder: Path, deadline: float, program: Sequence[str]
+) -> None:
+    """Count apart what racecheck no longer finds.
+
+    run: of racecheck. own: the kernels that it found something in, `with_own_arrivals`. control: a kernel that it has
+    to find something in this time too. Kernels that the deadline cuts off count as not done.
+    """
+    again = sanitize(run.tool, [control, *own], folder, deadline, program)
+    run.texts += again.texts
+    for job in own:
+        if (job.digest, job.problem) not in again.launched:
+            run.launched.pop((job.digest, job.problem))
+    if not again.found[control.name]:
+        return
+    silent = {job.name for job in own if again.launched.get((job.digest, job.problem)) and not again.found[job.name]}
+    for name in silent:
+        run.lanes[name] = run.found.pop(name)
+
+
 def _wait(process: subprocess.Popen[bytes], done: Path) -> None:
     """Until a tool ends. If no kernel is done for `STALL_SECONDS`, the program under it is killed, so that the tool can
     say what it has seen, and soon the tool too."""
@@ -426,6 +462,26 @@ def controls(arch: str) -> dict[str, Job]:
     ]
     kernels = Toolchain.find().build_all(sources, load_arch(arch))
     return {tool: Job(kernel, CONTROL) for tool, kernel in zip(CONTROLS, kernels, strict=True)}
+
+
+def with_own_arrivals(jobs: Sequence[Job], bundle: Bundle) -> list[Job]:
+    """The kernels compiled anew, with barriers at which each lane arrives; without those that cannot be generated. They
+    keep their digests, by which findings are counted."""
+    trials = {digest_of(trial): trial for trial in selection_of(bundle).values()}
+    known = [job for job in jobs if is_recipe_of(trials[job.digest])]
+    arch = load_arch(bundle.arch)
+    sources = []
+    for trial in (trials[job.digest] for job in known):
+        source = render(build_plan(trial.problem, Knobs.from_dict(trial.knobs), arch))
+        sources.append(replace(source, text=each_lane_arrives(source.text)))
+    kernels = Toolchain.find().build_all(sources, arch) if sources else []
+    return [Job(replace(kernel, digest=job.digest), job.problem) for job, kernel in zip(known, kernels, strict=True)]
+
+
+def each_lane_arrives(text: str) -> str:
+    """The text of a kernel in which the first lane of a warp arrives at barriers for the warp."""
+    text = _ARRIVES_FOR_WARP.sub(lambda found: f"if ({found[1] or 'true'}) barrier_arrive(", text)
+    return _ARRIVALS.sub(lambda found: f"barrier_init({found[1]}, {32 * int(found[2])});", text)
 
 
 def shipped(bundle: Bundle) -> list[Job]:
@@ -486,7 +542,8 @@ def command_run(arguments: argparse.Namespace) -> int:
         raise SystemExit(str(error)) from None
     part, parts = map(int, arguments.part.split("/"))
     path = arguments.bundle or ROOT / "tuning_db" / "bundles" / f"{target.arch}.db"
-    kernels = shipped(Bundle.open(path))
+    bundle = Bundle.open(path)
+    kernels = shipped(bundle)
     jobs = kernels[part - 1 :: parts][: arguments.most]
     rows = read_table(arguments.csv)
     if arguments.bundle is None:
@@ -503,6 +560,11 @@ def command_run(arguments: argparse.Namespace) -> int:
             tool: pool.submit(sanitize, tool, waiting(tool), Path(folder), deadline, [program]) for tool in tools
         }
         runs = [each.result() for each in started.values()]
+        for run in runs:
+            if run.tool == "racecheck":
+                found = [job for job in jobs if run.found[job.name] and run.launched.get((job.digest, job.problem))]
+                own = with_own_arrivals(found, bundle)
+                look_again(run, own, broken[run.tool], Path(folder), deadline, [program])
     new: dict[Key, Row] = {}
     failed = False
     for run in runs:
@@ -511,7 +573,8 @@ def command_run(arguments: argparse.Namespace) -> int:
             row = new.setdefault(key, dict.fromkeys(COLUMNS, "") | dict(zip(COLUMNS, key, strict=False)))
             row |= {"launches": str(launches), run.tool: str(found)}
             if run.tool == "racecheck":
-                row[OWN_BARRIER] = str(run.own_barrier[name_of(digest)])
+                name = name_of(digest)
+                row |= {OWN_BARRIER: str(run.own_barrier[name]), LANES: str(run.lanes[name])}
             if found and problem != CONTROL:
                 failed = True
                 print(f"{run.tool}: {found} findings in kernel {digest[:12]} of {problem}")

@@ -181,6 +181,24 @@ def test_heads_are_packed_as_they_are_quantized(cache: str, dtype: torch.dtype, 
     assert codes.unpack(codes.pack(x[:, :, :0], None), dtype).shape == (2, 3, 0, head)
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_compiled_heads_are_packed_alike(cache: str) -> None:
+    x, codes, rotation = (
+        torch.randn(2, 5, 3, 48, dtype=torch.bfloat16).transpose(1, 2),
+        HeadCodes(cache, 48),
+        Rotation(48),
+    )
+
+    @torch.compile(fullgraph=True)
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = codes.pack(x, rotation)
+        return packed, codes.unpack(packed, x.dtype)
+
+    packed, values = both(x)
+    assert torch.equal(packed, codes.pack(x, rotation))
+    assert torch.equal(values, codes.unpack(packed, x.dtype))
+
+
 def test_heads_that_cannot_be_packed_are_one_sentence() -> None:
     sizes = Sizes(2, 48, 96, 4, 2, 12, False)
     with pytest.raises(UsageError, match="head_dim = 12 has no cache of int4; it must be a multiple of 8, so"):

@@ -206,7 +206,6 @@ TORCHAO = Host(
                 "Int8Tensor(qdata, scale, block_size, dtype)",
                 "Float8Tensor(qdata, scale, block_size, mm_config)",
             ),
-            "torchao.kernel": ("int_scaled_matmul(a, b, scales1)",),
             "torchao.float8.inference": ("Float8MMConfig",),
             f"{_MX}.mx_tensor": (
                 "MXTensor(qdata, scale, elem_dtype, block_size, orig_dtype, kernel_preference, act_quant_kwargs, "

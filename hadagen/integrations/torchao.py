@@ -19,6 +19,7 @@ import torch
 from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.integrations.host import TORCHAO as HOST
 from hadagen.integrations.host import Changed
+from hadagen.models.layers import capability, int8_product, multiplies
 from hadagen.runtime.checks import QUANTIZED, check_dtype, plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
@@ -32,7 +33,6 @@ try:
     _NAMES = HOST.get("torchao.prototype.safetensors.safetensors_utils:ALLOWED_TENSORS_SUBCLASSES")
     _Tensor = HOST.get("torchao.utils:TorchAOBaseTensor")
     _register = HOST.get("torchao.quantization.transform_module:register_quantize_module_handler")
-    _int_scaled_matmul = HOST.get("torchao.kernel:int_scaled_matmul")
     _Int8 = HOST.get("torchao.quantization:Int8Tensor")
     _Float8 = HOST.get("torchao.quantization:Float8Tensor")
     _MMConfig = HOST.get("torchao.float8.inference:Float8MMConfig")
@@ -188,10 +188,10 @@ def _linear(input: torch.Tensor, weight: RotatedWeight, bias: torch.Tensor | Non
 
 def _product(x: Any, weight: Any) -> torch.Tensor:
     """x · weightᵀ of two tensors of torchao with the same kind of codes."""
-    if isinstance(x, _Int8):  # whose own product takes no codes for x
-        by_rows = _int_scaled_matmul(x.qdata, weight.qdata.t(), x.scale)
-        return by_rows * weight.scale.flatten()  # type: ignore[no-any-return]
-    if isinstance(x, _NVFP4) and not _multiplies_blocks(x.device):
+    is_int8 = isinstance(x, _Int8)  # whose own product takes no codes for x
+    if is_int8 and multiplies(x.qdata, weight.qdata, capability(x.device)):
+        return int8_product(x.qdata, x.scale, weight.qdata, weight.scale)
+    if is_int8 or (isinstance(x, _NVFP4) and not _multiplies_blocks(x.device)):
         x, weight = (each.dequantize(torch.float32) for each in (x, weight))
     return torch.nn.functional.linear(x, weight)
 

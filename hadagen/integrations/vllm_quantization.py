@@ -20,11 +20,10 @@ from vllm.platforms import current_platform
 from hadagen import prologues
 from hadagen.errors import UsageError
 from hadagen.integrations.host import Changed, Host
-from hadagen.models.layers import TYPES, values_of
+from hadagen.models.layers import TYPES, codes_of_input, values_of
 from hadagen.models.scheme import METHOD, Online, Scheme
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime.checks import QUANTIZED
-from hadagen.runtime.quantize import rotate_quantize
 
 # Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
 _MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
@@ -151,7 +150,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
             turned = x if layer.rotation is None else layer.rotation(x)
             return linear(turned, values_of(layer.weight, layer.weight_scale, x.dtype), bias)
         scale = getattr(layer, "input_scale", None)
-        q = rotate_quantize(x, layer.rotation, to=self.scheme.activations, before=self.before, tensor_scale=scale)
+        q = codes_of_input(x, layer.rotation, self.scheme.activations, self.before, scale)
         if self.multiplies:
             scales = q.scales.reshape(-1, 1)
             found = _custom_ops.cutlass_scaled_mm(q.codes, layer.weight.T, scales, layer.weight_scale, x.dtype, bias)

@@ -15,6 +15,7 @@ from hadagen.problem.prologues import Prologue
 from hadagen.runtime.checks import plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
+from hadagen.runtime.rotation import Rotation
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ROWS = 17  # the fewest rows of INT8 codes that torch._int_mm takes on a GPU
@@ -29,6 +30,14 @@ def codes_of(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Te
 def values_of(weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values [out, in] that codes and their scales [out, 1] stand for, in a dtype."""
     return (weight.float() * weight_scale).to(dtype)
+
+
+def codes_of_input(
+    x: torch.Tensor, rotation: Rotation | None, to: str, before: Prologue | None, scale: torch.Tensor | None
+) -> Quantized:
+    """The input of a layer in codes. What a prologue returns may be rounded to the type of x, as models round it."""
+    numerics = "fast" if before else "accurate"
+    return rotate_quantize(x, rotation, to=to, before=before, tensor_scale=scale, numerics=numerics)
 
 
 class QuantizedLinear(torch.nn.Module):
@@ -87,14 +96,14 @@ class QuantizedLinear(torch.nn.Module):
         if self.activations is None:
             turned = x if self.rotation is None else self.rotation(x)
             return linear(turned, values_of(self.weight, self.weight_scale, x.dtype), self.bias)
-        q = rotate_quantize(x, self.rotation, to=self.activations, before=self.before, tensor_scale=self.input_scale)
+        q = codes_of_input(x, self.rotation, self.activations, self.before, self.input_scale)
         y = self._product(q, x.dtype)
         return y if self.bias is None else y + self.bias
 
     def _product(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """The product of the values that codes stand for, in dtype."""
         device = self.weight.device
-        if not multiplies(q.codes, self.weight, _capability(device)):
+        if not multiplies(q.codes, self.weight, capability(device)):
             wide = torch.float32 if device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
             return linear(q.dequantize(wide), values_of(self.weight, self.weight_scale, wide)).to(dtype)
         codes = q.codes.reshape(-1, self.in_features)
@@ -103,7 +112,7 @@ class QuantizedLinear(torch.nn.Module):
             y = int8_product(codes, scales, self.weight, self.weight_scale)
         else:
             # Other GPUs have no kernel with scales of rows, and this one gives no type but bfloat16.
-            by_row = dtype == torch.bfloat16 and _capability(device) // 10 in (9, 10)
+            by_row = dtype == torch.bfloat16 and capability(device) // 10 in (9, 10)
             y = fp8_product(codes, scales, self.weight, self.weight_scale, by_row=by_row)
         return y.to(dtype).view(*q.codes.shape[:-1], self.out_features)
 
@@ -180,7 +189,7 @@ def fp8_product(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _capability(device: torch.device) -> int:
+def capability(device: torch.device) -> int:
     """10 · major + minor, because Dynamo compares no constant tuples before PyTorch 2.13."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
