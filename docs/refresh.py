@@ -13,8 +13,8 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `data/sanitizer.csv` by `ci/sanitize.py`, `data/fleet.json` by `simulate_fleet.py`, and `data/tunes_h200.csv` by
 `compare_tunes.py`. `data/fleet_h100.json` has the trials of one GPU and of two in the same time, by the command that it
 names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`.
-`data/resources_h100.csv` is written by `measure_resources.py`, `data/layer_h100.json` by `examples/layer.py`, and
-`data/decoder_h100.json` by `examples/decoder.py`.
+`data/resources_h100.csv` is written by `measure_resources.py`, `data/layer_h100.json` by `examples/layer.py`,
+`data/mlp_h100.json` by `examples/mlp.py`, and `data/decoder_h100.json` by `examples/decoder.py`.
 Our times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install '.[docs]'); checking does
 not.
 
@@ -52,7 +52,7 @@ from refresh_other_tables import (
     pruned_table,
 )
 from refresh_pictures import draw, draw_activations, draw_layer, draw_search, fingerprint, is_drawn_from
-from refresh_prologues import decoder_table, layer_table, layer_times, prologues_table, resources_table
+from refresh_prologues import decoder_table, layer_table, layer_times, mlp_table, prologues_table, resources_table
 from refresh_reliability import PROMISES, promises_table
 from refresh_rotations import parts_table, products_table, rotation_headline, rotations_table, signs_table
 from refresh_search import Searches, search_numbers
@@ -67,6 +67,7 @@ def generated() -> dict[Path, dict[str, str]]:
         files.README: {"speed": speed(times) if times else files.NO_DATA},
         files.FORMATS: {"attention": attention_table(), "cache": cache_table(), "models": models_table()},
         files.PROLOGUES: {"prologues": prologues_table(), "layer": layer_table()},
+        files.FUSING: {"mlp": mlp_table()},
         files.SERVE: {"decoder": decoder_table()},
         files.CHECKPOINT_PAGE: {"checkpoint": checkpoint_table()},
         files.PERFORMANCE: {

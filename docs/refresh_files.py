@@ -30,10 +30,13 @@ PASSES = DOCS / "data" / "passes_h200.csv"
 ACCURATE_CODES = DOCS / "data" / "accurate_codes_h100.csv"
 CODES = DOCS / "data" / "codes_h100.csv"
 QUANTIZED_PARTS = DOCS / "data" / "quantized_parts_h200.csv"
-# How busy resources of a GPU are (`measure_resources.py`), and what `layer.py` and `decoder.py` of `examples` write.
+# How busy resources of a GPU are (`measure_resources.py`), and what `layer.py`, `mlp.py` and `decoder.py` of `examples`
+# write.
 RESOURCES = DOCS / "data" / "resources_h100.csv"
 LAYER = DOCS / "data" / "layer_h100.json"
 LAYER_PICTURE = DOCS / "assets" / "layer.svg"
+MLP = DOCS / "data" / "mlp_h100.json"
+FUSING = DOCS / "fusing.md"
 DECODER = DOCS / "data" / "decoder_h100.json"
 PROLOGUES = DOCS / "prologues.md"
 SERVE = DOCS / "serve.md"

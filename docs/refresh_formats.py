@@ -152,10 +152,10 @@ def torchao_numbers() -> str:
     return f"It is {sizes}."
 
 
-def _order(problem: Problem) -> tuple[str, int, int]:
+def _order(problem: Problem) -> tuple[str, int, int, str]:
     form = problem.io.form
     assert form is not None
-    return form.name, form.group, problem.n
+    return form.name, form.group, problem.n, problem.key
 
 
 def _name(problem: Problem) -> str:

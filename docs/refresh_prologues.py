@@ -157,6 +157,22 @@ def _few_and_many(pairs: Mapping[int, list[tuple[float, float]]]) -> list[str]:
     return found
 
 
+def mlp_table() -> str:
+    """Microseconds of a compiled MLP by tokens, with and without `hadagen.fuse()`."""
+    if (data := files.read_json(files.MLP)) is None:
+        return files.NO_DATA
+    us = {(row["tokens"], row["fused"]): row["us"] for row in data["rows"]}
+    counts = list(dict.fromkeys(tokens for tokens, _ in us))
+    table = [
+        ["without, µs", *(f"{us[tokens, False]:.1f}" for tokens in counts)],
+        ["with fuse(), µs", *(f"{us[tokens, True]:.1f}" for tokens in counts)],
+        ["without / with", *(number(us[tokens, False] / us[tokens, True]) for tokens in counts)],
+    ]
+    versions = data["versions"]
+    of = f"On an {versions['device']}, PyTorch {versions['torch']}, by tokens:"
+    return f"{of}\n\n{grid('l' + 'r' * len(counts), ['', *counts], table)}"
+
+
 def decoder_table() -> str:
     """Milliseconds of a pass through layers of a model, and those with rotations over those without."""
     if (data := files.read_json(files.DECODER)) is None:

@@ -81,8 +81,12 @@ def sanitizer() -> str:
         f"{tool} {sum(int(row[tool] or 0) for row in rows)} ({sum(row[tool] != '' for row in rows)} kernels)"
         for tool in TOOLS
     )
-    own = sum(row["own_barrier"] not in ("", "0") for row in rows)
-    warned = f"; {own} kernels with warnings of a barrier that one thread prepares" if own else ""
+    apart = {
+        "own_barrier": "with warnings of a barrier that one thread prepares",
+        "lanes": "with findings of racecheck only where one lane arrives for its warp",
+    }
+    counts = {name: sum(row[name] not in ("", "0") for row in rows) for name in apart}
+    warned = "".join(f"; {counts[name]} kernels {what}" for name, what in apart.items() if counts[name])
     problems = len({row["problem"] for row in rows})
     gpus = ", ".join(sorted({row["gpu"] for row in rows}))
     return f"{gpus}: {len(rows)} kernels of {problems} problems; findings: {found}{warned}"
@@ -345,6 +349,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
                 "test_sanitize.py::test_launches_stay_in_memory_that_ends_where_the_rows_do",
                 "test_sanitize.py::test_a_finding_is_counted_for_its_kernel",
                 "test_sanitize.py::test_warnings_of_a_barrier_that_one_thread_prepares_are_counted_apart",
+                "test_sanitize.py::test_a_second_look_is_at_barriers_where_each_lane_arrives",
                 "test_sanitize.py::test_a_silent_tool_is_noticed",
             ),
             sanitizer,

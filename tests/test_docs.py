@@ -29,7 +29,7 @@ from refresh_fleet import fleet_numbers
 from refresh_formats import accurate_codes_table
 from refresh_other_tables import invariant_table, knobs_table
 from refresh_pictures import draw_layer, fingerprint
-from refresh_prologues import layer_table, layer_times
+from refresh_prologues import layer_table, layer_times, mlp_table
 from refresh_reliability import PROMISES, promises_table
 from refresh_rotations import parts_table, products_table, rotations_table
 from refresh_speed_tables import REGIMES, numbers
@@ -91,6 +91,7 @@ PARTS = {
     "formats.md": ("attention", "cache", "models"),
     "checkpoint.md": ("checkpoint",),
     "prologues.md": ("prologues", "layer"),
+    "fusing.md": ("mlp",),
     "serve.md": ("decoder",),
     "performance.md": (
         "calls",
@@ -376,6 +377,18 @@ def test_what_one_kernel_saves(documents: Path) -> None:
     assert "layer.svg" not in refresh.outdated()
 
 
+def test_what_fusing_saves(documents: Path) -> None:
+    rows = [
+        {"tokens": tokens, "fused": fused, "us": us}
+        for tokens, both in ((16, (9.0, 6.0)), (64, (8.0, 8.0)))
+        for fused, us in zip((False, True), both, strict=True)
+    ]
+    files.MLP.write_text(json.dumps({"versions": {"device": "a GPU", "torch": "2"}, "rows": rows}))
+    assert (
+        "| without, µs | 9.0 | 8.0 |\n| with fuse(), µs | 6.0 | 8.0 |\n| without / with | 1.50 | 1.00 |" in mlp_table()
+    )
+
+
 def test_what_limits_rotations(documents: Path) -> None:
     where = {"problem": "n3584-k28-float16-fast", "elements": 1 << 26, "destination": "in-place", "cache": "cold"}
     us = {"whole": 20.0, "without A": 16.0, "without H": 12.5, "without both": 10.0}
@@ -659,6 +672,7 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
     files.LAWS.write_text(json.dumps({"gpu": "NVIDIA H200", "kernels": 7, "problems": 3, "broken": {"a": ["norm"]}}))
     row = dict.fromkeys(sanitize.COLUMNS, "") | {"gpu": "NVIDIA H200", "launches": "6"}
     a = row | {"kernel": "a", "problem": "n2-float16-fast", "memcheck": "0", "racecheck": "2", "own_barrier": "3"}
+    a["lanes"] = "4"
     control = row | {"kernel": "c", "problem": sanitize.CONTROL, "memcheck": "1"}
     sanitize.write_table(files.SANITIZER, {("", str(i), ""): each for i, each in enumerate((a, control))})
     timed = [("NVIDIA H200", "n2-float16-fast", 8, "", "", us, 1, "", "") for us in (1, 1.02, 1.03, 0.9)]
@@ -690,7 +704,8 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
         "NVIDIA H200: 7.2 s at most, of 2",
         "NVIDIA H200: 7 kernels of 3 problems; 1 break a law",
         "NVIDIA H200: 1 kernels of 1 problems; findings: memcheck 0 (1 kernels), racecheck 2 (1 kernels), initcheck 0 "
-        "(0 kernels), synccheck 0 (0 kernels); 1 kernels with warnings of a barrier that one thread prepares",
+        "(0 kernels), synccheck 0 (0 kernels); 1 kernels with warnings of a barrier that one thread prepares; 1 "
+        "kernels with findings of racecheck only where one lane arrives for its warp",
         "NVIDIA H200: 50.0% of 4 cells, of 1 problems",
     }
 

@@ -211,6 +211,10 @@ def test_a_layer_with_one_kernel_equals_the_layer_in_pieces() -> None:
         assert "there is no GPU to measure" in refused("layer.py")
 
 
+def test_a_compiled_mlp_is_fused() -> None:
+    assert "SiluMul(numerics='inductor') → rotation → fp8-row" in succeeded("mlp.py", "check")
+
+
 def test_a_decoder_with_rotated_codes_gives_nearly_the_same_logits() -> None:
     assert "fp8, rotated: relative error 0.0" in succeeded("decoder.py", "check")
 

@@ -1,5 +1,7 @@
 """`ci/sanitize.py` without a GPU: what it launches, on the emulator, and what it makes of the tools' output."""
 
+import copy
+import re
 import sys
 import time
 from pathlib import Path
@@ -268,3 +270,28 @@ def test_there_is_a_control_for_each_tool_by_its_own_name() -> None:
         assert job.problem == CONTROL
         assert job.image.count(job.name.encode()) == job.kernel.cubin.count(b"hadagen_kernel") > 0
         assert len(job.image) == len(job.kernel.cubin)
+
+
+def test_a_second_look_is_at_barriers_where_each_lane_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, three, control = (job.digest for job in JOBS)
+    first = run(tmp_path, {one: "finding", two: "finding", three: "finding"})
+    monkeypatch.setattr(sanitize, "STALL_SECONDS", 3.0)
+    for says, expected in (("finding", {one: (5, 0), two: (5, 1), three: (5, 1)}), ("", dict.fromkeys(first.columns))):
+        second = copy.deepcopy(first)
+        program = stand_in(tmp_path, {two: "finding", control: says})
+        sanitize.look_again(second, JOBS[:2], JOBS[3], tmp_path, time.monotonic() + 60.0, program)
+        for digest, counts in expected.items():
+            key = digest if isinstance(digest, tuple) else (digest, "n2-float16-fast")
+            assert second.columns[key] == (counts or first.columns[key])
+        assert second.lanes == ({name_of(one): 1} if says else {})
+    sanitize.look_again(second, JOBS[:2], JOBS[3], tmp_path, time.monotonic(), stand_in(tmp_path, {}))
+    assert [digest for digest, _ in second.columns] == [three, control]  # the others are left for the next run
+
+
+def test_each_lane_arrives() -> None:
+    problem = Problem.parse("n11008-k172-bfloat16-to-int8_row_11008-accurate")
+    knobs = Knobs(first="matrix", grid="persistent", load="cp_async", low_bits="mma", products="in_turns", stages=2)
+    text = sanitize.each_lane_arrives(render(build_plan(problem, knobs, load_arch("sm90"))).text)
+    assert "lane == 0" not in "".join(line for line in text.splitlines() if "barrier_arrive" in line)
+    counts = re.findall(r"barrier_init\(.+?, (\d+)\);", text)
+    assert set(counts) == {"128", "384"}
