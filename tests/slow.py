@@ -52,6 +52,7 @@ SAMPLED = {
     "test_emulator.py::test_the_variants_have_every_value_of_every_knob": 0,
     "test_emulator.py::test_variants_are_right": 12,
     "test_examples.py::test_a_checkpoint_gives_what_transformers_gives_rotated_or_not": 3,
+    "test_examples.py::test_a_compiled_mlp_is_fused": 0,
     "test_examples.py::test_a_few_windows_of_the_committed_studies_come_out_again": 0,
     "test_examples.py::test_the_committed_perplexity_of_a_converted_model_comes_out_again": 0,
     "test_examples.py::test_what_is_missing_is_named": 0,
