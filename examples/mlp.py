@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from chains import fp8_row, silu_mul
 from graphs import milliseconds
 
@@ -78,6 +79,7 @@ def measured(counts: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+@torch._inductor.config.patch(force_disable_caches=True)  # the report has no graphs from caches
 def check(tokens: int = 16, hidden: int = 64, m: int = 896) -> None:
     """Raises SystemExit unless the MLP is fused, and gives what it gives as it is but for roundings."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

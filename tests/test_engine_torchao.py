@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import linear
 
 from hadagen import Rotation, TensorError, UsageError, rotate_quantize
@@ -163,6 +164,19 @@ def test_a_model_compiles_and_is_stored(kind: str, rotation: Any) -> None:
     torch.testing.assert_close(compiled(x[:3]), made(x[:3]))
 
 
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_takes_any_number_of_rows(kind: str, rotation: Any) -> None:
+    made = model()
+    quantize_(made, RotatedWeightConfig(kind, rotation))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(made, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (40, 2, 16, 17, 33):
+        torch.testing.assert_close(compiled(values(rows, 192)), made(values(rows, 192)))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 17, 64])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -218,6 +232,9 @@ def test_mistakes_are_one_sentence() -> None:
     quantize_(made, RotatedWeightConfig())
     with pytest.raises(UsageError, match="a weight is a RotatedWeight of bfloat16; quantize the original model"):
         quantize_(made, RotatedWeightConfig())
+    for shape in ((), (3, 190)):
+        with pytest.raises(TensorError, match=rf"has the shape \({', '.join(map(str, shape))}\), but .* rows of 192"):
+            made(torch.ones(shape, dtype=torch.bfloat16))
     with torch.enable_grad(), pytest.raises(TensorError, match=r"requires a gradient.*; use torch.no_grad\(\)"):
         made(values(4, 192).requires_grad_())
 

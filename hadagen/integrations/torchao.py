@@ -83,7 +83,8 @@ def to_torchao(q: Quantized, dtype: torch.dtype = torch.bfloat16) -> torch.Tenso
         )
     scale = q.scales
     if swizzled:  # torchao has 32 rows of scales for the 128 rows of a tile
-        scale = scale.view(32 * max(1, -(-len(q.codes) // 128)), -1)
+        tiles = torch.sym_max(1, (q.codes.shape[0] + 127) // 128)  # also of a number of rows that a graph leaves open
+        scale = scale.view(32 * tiles, -1)
     if blocks:
         per_tensor = None if q.tensor_scale is None else q.tensor_scale.reshape(())
         return _of_blocks(name, q.codes, scale, dtype, per_tensor, swizzled)
@@ -176,9 +177,12 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def _linear(input: torch.Tensor, weight: RotatedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """input · weightᵀ + bias, in the type of the input."""
-    rows = input.reshape(-1, input.shape[-1])
-    q = _quantize(rows, weight.kind, _rotation(rows.shape[-1], weight.block))
+    """input · weightᵀ + bias, in the type of the input. Raises `TensorError` for rows of another length than n."""
+    n = weight.shape[-1]
+    if not input.dim() or input.shape[-1] != n:
+        raise TensorError(f"the input has the shape {tuple(input.shape)}, but the weight multiplies rows of {n}")
+    rows = input.reshape(-1, n)
+    q = _quantize(rows, weight.kind, _rotation(n, weight.block))
     # Scales of rows give bfloat16 alone on a GPU.
     dtype = torch.bfloat16 if weight.kind == "fp8" and rows.is_cuda else input.dtype
     y = _product(to_torchao(q, dtype), weight.rotated()).to(input.dtype)

@@ -107,7 +107,7 @@ class QuantizedLinear(torch.nn.Module):
             wide = torch.float32 if device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
             return linear(q.dequantize(wide), values_of(self.weight, self.weight_scale, wide)).to(dtype)
         codes = q.codes.reshape(-1, self.in_features)
-        scales = q.scales.reshape(-1, 1).expand(len(codes), 1)
+        scales = q.scales.reshape(-1, 1).expand(codes.shape[0], 1)
         if codes.dtype == torch.int8:
             y = int8_product(codes, scales, self.weight, self.weight_scale)
         else:
@@ -167,8 +167,9 @@ def int8_product(
     codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
 ) -> torch.Tensor:
     """(codes · scales) · (weight · weight_scale)ᵀ, float32 [rows, out]. scales: float32 [rows, 1]."""
-    rows = len(codes)
-    filled = pad(codes, (0, 0, 0, _ROWS - rows)) if rows < _ROWS else codes
+    rows = codes.shape[0]
+    # The type of device comes first, so that graphs for a CPU take any number of rows.
+    filled = pad(codes, (0, 0, 0, _ROWS - rows)) if codes.device.type != "cpu" and rows < _ROWS else codes
     return torch._int_mm(filled, weight.T)[:rows] * scales * weight_scale.T
 
 
