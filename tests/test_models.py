@@ -228,6 +228,17 @@ def test_a_layer_multiplies_what_its_codes_stand_for(weights: str, activations: 
     assert error(found.float(), expected) < 4 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_an_exported_layer_takes_any_number_of_rows(weights: str) -> None:
+    layer = QuantizedLinear.of("q_proj", Scheme(weights), torch.randn(24, 48))
+    rows = {0: torch.export.Dim("rows", min=1, max=4096)}
+    for strict in (False, True):
+        program = torch.export.export(layer, (torch.randn(40, 48),), dynamic_shapes=(rows,), strict=strict).module()
+        for count in (1, 16, 17, 100):
+            x = torch.randn(count, 48)
+            assert torch.equal(program(x), layer(x))
+
+
 @pytest.mark.parametrize("by_row", [False, True])
 def test_products_of_fp8_codes(by_row: bool) -> None:
     """As on GPUs: layers on a CPU dequantize FP8 codes, because not every release of PyTorch multiplies them there."""
