@@ -83,7 +83,8 @@ def to_torchao(q: Quantized, dtype: torch.dtype = torch.bfloat16) -> torch.Tenso
         )
     scale = q.scales
     if swizzled:  # torchao has 32 rows of scales for the 128 rows of a tile
-        tiles = torch.sym_max(1, (q.codes.shape[0] + 127) // 128)  # also of a number of rows that a graph leaves open
+        # A graph may leave the number of rows open.
+        tiles: Any = torch.sym_max(1, (q.codes.shape[0] + 127) // 128)  # type: ignore[no-untyped-call]
         scale = scale.view(32 * tiles, -1)
     if blocks:
         per_tensor = None if q.tensor_scale is None else q.tensor_scale.reshape(())
