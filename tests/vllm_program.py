@@ -129,8 +129,9 @@ def quantized(*models: str) -> list[dict[str, Any]]:
 
     vllm.plugins.load_general_plugins()
     from hadagen.integrations import vllm_quantization
+    from hadagen.models import layers
 
-    rotate_quantize, forward, counts = vllm_quantization.rotate_quantize, SiluAndMul.forward_native, Counter()
+    rotate_quantize, forward, counts = layers.rotate_quantize, SiluAndMul.forward_native, Counter()
 
     def counted(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         counts["fused" if options["before"] else "alone"] += 1
@@ -140,7 +141,7 @@ def quantized(*models: str) -> list[dict[str, Any]]:
         counts["activations"] += 1
         return forward(x)
 
-    vllm_quantization.rotate_quantize, SiluAndMul.forward_native = counted, staticmethod(activated)  # type: ignore[assignment]
+    layers.rotate_quantize, SiluAndMul.forward_native = counted, staticmethod(activated)  # type: ignore[assignment]
     results = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
