@@ -14,7 +14,6 @@ The weights are random. Each pass runs in a CUDA graph, and ends with the logits
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from graphs import milliseconds
+from graphs import milliseconds, write
 
 import hadagen
 from hadagen.models.folding import Sizes
@@ -80,7 +79,8 @@ def measured(shape: Shape) -> list[dict[str, Any]]:
             ms, *_ = milliseconds(partial(model, ids, logits_to_keep=1), 1, REPLAYS)
             found.setdefault((name, title), []).append(ms)
     rows = []
-    for (name, title), times in sorted(found.items(), key=lambda of: list(models).index(of[0][0])):
+    for name, title in product(models, PASSES):
+        times = found[name, title]
         rows.append({"model": name, "pass": title, "ms": median(times), "low": min(times), "high": max(times)})
         print(f"{name:13} {title:16} {rows[-1]['ms']:8.3f} ms", flush=True)
     return rows
@@ -114,11 +114,7 @@ def main() -> None:
             raise SystemExit("there is no GPU to measure; on a CPU, run: python examples/decoder.py check")
         rows = measured(Shape())
     if options.json:
-        versions = {each.__name__: each.__version__ for each in (hadagen, torch, transformers)}
-        device = torch.cuda.get_device_name()
-        options.json.write_text(
-            json.dumps({"versions": versions | {"device": device}, "rows": rows}, indent=1) + "\n", encoding="utf-8"
-        )
+        write(options.json, hadagen, torch, transformers, rows=rows)
 
 
 if __name__ == "__main__":

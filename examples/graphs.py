@@ -1,9 +1,11 @@
-"""The time of a call in a CUDA graph, which `layer.py` and `decoder.py` share."""
+"""What `layer.py`, `mlp.py` and `decoder.py` share: the time of a call in a CUDA graph, and the file of all times."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -32,3 +34,9 @@ def milliseconds(call: Callable[[], Any], calls: int, replays: int) -> tuple[flo
     times = [begin.elapsed_time(end) / calls for begin, end in pairwise(events)]
     low, _, high = quantiles(times, n=4)
     return median(times), low, high
+
+
+def write(path: Path, *modules: Any, **found: Any) -> None:
+    """Write what was found as JSON, with the versions of modules and the name of the GPU."""
+    versions = {each.__name__: each.__version__ for each in modules} | {"device": torch.cuda.get_device_name()}
+    path.write_text(json.dumps({"versions": versions, **found}, indent=1) + "\n", encoding="utf-8")

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -34,7 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from chains import BLOCKS, Chain, silu_mul
-from graphs import milliseconds
+from graphs import milliseconds, write
 
 import hadagen
 from hadagen import Rotation, prologues, rotate_quantize
@@ -219,10 +218,7 @@ def main() -> None:
     rows = measured(options.models, options.tokens)
     chains = measured_chains(options.models[0], options.chain_tokens)
     if options.json:
-        device = torch.cuda.get_device_name()
-        versions = {"hadagen": hadagen.__version__, "torch": torch.__version__, "device": device}
-        found = {"versions": versions, "rows": rows, "chains": chains}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write(options.json, hadagen, torch, rows=rows, chains=chains)
 
 
 if __name__ == "__main__":

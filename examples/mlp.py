@@ -1,8 +1,8 @@
 """What `hadagen.fuse()` saves in a compiled MLP: SiLU·mul, a rotation and FP8 codes as three parts, and as one kernel.
 
-    python examples/mlp.py                # on a GPU: a table of microseconds
+    python examples/mlp.py                  # on a GPU: a table of microseconds
     python examples/mlp.py --json mlp.json  # and all numbers in a file
-    python examples/mlp.py check          # on any device, with a small MLP: both give the same, and one is fused
+    python examples/mlp.py check            # on any device, with a small MLP: both give the same, and one is fused
 
 The MLP has the size of Llama-3-8B's. It takes x [tokens, hidden], and multiplies FP8 codes of x and of SiLU·mul, each
 with a scale for each row. The rotation before the second product is an operator of hadagen; the rest is plain PyTorch.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch._inductor.config
 from chains import fp8_row, silu_mul
-from graphs import milliseconds
+from graphs import milliseconds, write
 
 import hadagen
 
@@ -112,9 +111,7 @@ def main() -> None:
             raise SystemExit("there is no GPU to measure; on a CPU, run: python examples/mlp.py check")
         rows = measured(options.tokens)
     if options.json:
-        versions = {each.__name__: each.__version__ for each in (hadagen, torch)}
-        found = {"versions": versions | {"device": torch.cuda.get_device_name()}, "rows": rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write(options.json, hadagen, torch, rows=rows)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def _rotation(n: int, block: int) -> Rotation | None:
 
 def _multiplies_blocks(device: torch.device) -> bool:
     """Whether a GPU multiplies MX and NVFP4 codes."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return capability(device) >= 100  # type: ignore[no-any-return]
 
 
 # ---- the configuration -----------------------------------------------------------------------------------------------
