@@ -26,6 +26,9 @@ def compared_table(times: Times | None) -> str:
     if files.TORCHAO.exists():
         of = [float(row["torchao_us"]) / float(row["ours_us"]) for row in read_rows(files.TORCHAO)]
         found["torchao", "`presets.fa3_fp8`", "H200"] = of
+    if files.HUMMING.exists():
+        of = [float(row["times_as_fast"]) for row in read_rows(files.HUMMING)]
+        found["humming", "`rotate_quantize` of blocks to FP8 and INT8 rows", "H200"] = of
     rows = [
         (*what, number(geometric_mean(ratios)), number(min(ratios)), number(max(ratios)), len(ratios))
         for what, ratios in found.items()

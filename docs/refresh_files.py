@@ -42,6 +42,7 @@ PROLOGUES = DOCS / "prologues.md"
 SERVE = DOCS / "serve.md"
 # `presets.fa3_fp8` beside torchao's kernels for the same codes and scales.
 TORCHAO = DOCS / "data" / "torchao_h200.csv"
+HUMMING = DOCS / "data" / "humming_h200.csv"
 # What `attention.py`, `cache.py`, `quarot.py` and `checkpoint.py` of `examples` write.
 ATTENTION = DOCS / "data" / "attention.json"
 CACHE = DOCS / "data" / "cache.json"

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given as given_by_hypothesis
+from hypothesis import strategies
 from spaces import draw
 from test_quantizer import ALL, TYPES, given, hard_rows
 
@@ -19,7 +21,7 @@ from hadagen.plan.space import Space, build_plan
 from hadagen.problem.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, verification_operands
-from hadagen.problem.problem import Problem
+from hadagen.problem.problem import Problem, odd_part
 from hadagen.runtime import calls, quantize_operator
 from hadagen.runtime.rotation import operands_of
 from hadagen.truth.quantizer import memory_of, quantize
@@ -258,6 +260,11 @@ CASES: dict[str, dict[str, Any]] = {
     "n1-bfloat16-to-int8_row_768-accurate": {},
     "n128-float32-to-fp8_row_3584-accurate": {"warps": 2},
     "n256-bfloat16-to-int8_row_3072_convrot-accurate": {"chunks": 2, "warps": 2, "grid": "persistent", "load": "bulk"},
+    "n1-float16-to-int8_row_272-accurate": {},
+    "n16-float32-to-int4_row_80-accurate": {},
+    "n64-swapped-signed-bfloat16-to-int8_row_2880-accurate": {"chunks": 4},
+    "n128-signed-bfloat16-to-fp8_row_1408-accurate": {"load": "cp_async", "grid": "persistent", "stages": 2},
+    "n512-bfloat16-to-fp8_row_18944-accurate": {"chunks": 4, "grid": "persistent", "stages": 2},
     "n16-swapped-bfloat16-to-mxfp4_32-accurate": {},
     "n64-swapped-signed-float16-to-int4_row_1024-accurate": {"chunks": 2},
     "n256-swapped-signed-bfloat16-to-int8_row_3072_convrot-accurate": {"chunks": 2, "warps": 2},
@@ -291,6 +298,37 @@ def test_plans_compute_the_transform(key: str) -> None:
         plan = build_plan(problem, knobs, ARCH)
         x = np.random.default_rng(0).standard_normal((plan.rows_per_tile, problem.n))
         assert np.allclose(interpret(plan, x, 0.3, operands), transform(problem, x, 0.3, operands))
+
+
+# Tiles with more room than a row fills, for each way to load a row of two parts.
+PADDED: dict[str, dict[str, Any]] = {
+    "n1-after-silu_mul-float32-to-fp8_row_2000-accurate": {"load": "bulk", "grid": "persistent", "stages": 2},
+    "n1-after-silu_mul-float16-to-int8_row_1008-accurate": {"grid": "persistent", "stages": 2},
+    "n32-after-silu_mul_interleaved-float16-to-int4_row_2080-accurate": {"load": "cp_async", "grid": "persistent"},
+    "n64-after-silu_mul_interleaved-float16-to-int8_row_1408-accurate": {"load": "bulk"},
+    "n128-after-silu_mul-bfloat16-to-fp8_row_1408-accurate": {},
+}
+
+
+@pytest.mark.parametrize("key", PADDED)
+def test_rows_that_do_not_fill_their_tile_are_read_alone(key: str) -> None:
+    """All rows differ, so that the largest magnitude of a row is not that of its neighbor."""
+    problem = Problem.parse(key)
+    assert problem.is_padded
+    errors = verify(problem, source(problem, **PADDED[key]))
+    assert {name: error for name, error in errors.items() if not error <= problem.error_bound} == {}
+
+
+@given_by_hypothesis(strategies.integers(1, 8192), strategies.sampled_from([1, 16, 128, 512, 4096]))
+def test_a_tile_has_room_for_whole_blocks_of_a_row(blocks: int, n: int) -> None:
+    """And for no more than the next 2^m times an odd number of up to 31, from 256 on."""
+    columns = max(n, 16) * (1 + blocks % (65536 // max(n, 16)))
+    problem = Problem.of(n, "bfloat16", to="fp8-row", columns=columns)
+    assert problem.room >= problem.unit == columns
+    assert problem.room == columns or problem.room % max(256, n) == 0
+    assert odd_part(problem.room) <= 31
+    tiles = [k << m for m in range(8, 18) for k in range(1, 32)]
+    assert [tile for tile in tiles if columns <= tile < problem.room and tile % n == 0] == []
 
 
 @pytest.fixture(scope="module")

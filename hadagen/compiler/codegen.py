@@ -75,8 +75,9 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "signature": re.sub(r"\b(i64|u32) ", r"hadagen::\1 ", plan.launch.signature),
         "places": _place_lines(plan),
         "groups": _groups(plan, views),
-        "tile": plan.tile_elements,
-        "block": plan.block_elements,
+        "tile": plan.elements_in_memory,
+        "padded": plan.problem.is_padded,  # a tile ends with room that its row does not fill
+        "block": min(plan.block_elements, plan.elements_in_memory),
         "cluster": cluster,
         "warps": plan.warps,
         "chunks": plan.eights,
@@ -100,7 +101,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "ragged": plan.is_ragged,
         "ragged_vector": plan.problem.unit < plan.vector_elements,
         "first_tile": "block_index()" + (f" / {cluster}" if cluster > 1 else ""),
-        "share": add(f"tile * {plan.tile_elements}", block_at),
+        "share": add(f"tile * {plan.elements_in_memory}", block_at),
         "block_at": block_at,  # offset in the tile from which a block loads
         # Offset of vector i of a thread from its first vector; vectors of one share come after those of another.
         "vector_at": vector_at(1),

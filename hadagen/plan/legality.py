@@ -234,18 +234,21 @@ RULES.unused("slabs", "there is no matrix, so no rows are held")
 @RULES.rule("warps")
 def _(c: Context, k: Knobs) -> str | None:
     limit = c.arch.limits.threads_per_block
-    if c.problem.prologue and c.problem.unit * c.problem.io.input.bytes < VECTOR_BYTES:
+    row = c.problem.unit * c.problem.io.input.bytes
+    if c.problem.prologue and row < VECTOR_BYTES:
         return "a prologue has rows of 16 bytes at least"
+    if c.problem.is_padded and row % VECTOR_BYTES:
+        return f"rows of {row} bytes are no multiple of {VECTOR_BYTES} bytes"
     return f"more than {limit} threads per block (take fewer warps)" if 32 * _warps(c, k) > limit else None
 
 
 @RULES.rule("cluster")
 def _(c: Context, k: Knobs) -> str | None:
-    tile, unit = _tile(c, k), c.problem.unit
-    if tile < unit:
+    tile, unit, room = _tile(c, k), c.problem.unit, c.problem.room
+    if tile < room:
         what = "row" if unit == c.problem.n else f"group of {unit}"
         return f"the tile is shorter than a {what} (take more chunks, warps or blocks)"
-    if c.odd_factor > 1 and tile > unit:
+    if (c.odd_factor > 1 or c.problem.is_padded) and tile > room:
         return f"a row of {unit} fills a tile alone (take fewer chunks or warps)"
     if k.cluster == 1:
         return None
@@ -482,7 +485,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def halves_in_bulk(c: Context, tile: int) -> bool:
     """Whether x has the halves of rows one behind the other, and a tile of so many elements is of one row."""
     prologue = prologue_of(c.problem)
-    return prologue is not None and prologue.is_halved and tile <= c.problem.unit
+    return prologue is not None and prologue.is_halved and tile <= c.problem.room
 
 
 @RULES.rule("load")

@@ -51,7 +51,7 @@ class Plan(Draft):
             threads=32 * self.warps,
             cluster=1 << self.cta_bits,
             shared_bytes=self.footprint.shared_bytes,
-            tile_elements=self.tile_elements,
+            tile_elements=self.elements_in_memory,
             persistent=self.persistent,
             scale_form=self.scale_form,
             params=self.params,
@@ -108,9 +108,9 @@ def _member(kind: str, member: Enum) -> str:
 
 def _check(plan: Draft) -> None:
     name = plan.problem.key
-    if plan.tile_elements < plan.problem.unit:
+    if plan.tile_elements < plan.problem.room:
         raise UsageError(
-            f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.unit}; "
+            f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.room}; "
             "give it more chunks, warps or blocks"
         )
     if plan.persistent and plan.cta_bits:
@@ -183,9 +183,14 @@ def _fault(plan: Draft, at: int, *, exact: bool, done: set[Axis]) -> str | None:
 
 def interpret(plan: Plan, x: Reals, scale: float = 1.0, operands: OperandValues | None = None) -> Reals:
     """The result of the plan, computed step by step in float64. x: [rows, n], rows a multiple of `rows_per_tile`."""
+    import numpy as np
+
     from hadagen.plan.steps.values import TileValues
 
-    values = TileValues(plan.loaded, x, scale, operands or {})
+    more = (plan.tile_elements - plan.elements_in_memory) * plan.problem.is_padded
+    tiles = np.pad(np.asarray(x).reshape(-1, plan.elements_in_memory), ((0, 0), (0, more)))
+    values = TileValues(plan.loaded, tiles, scale, operands or {})
     for step in plan.steps:
         step.interpret(values, plan)
-    return values.stored(plan.placements[-1]).reshape(x.shape)
+    stored = values.stored(plan.placements[-1]).reshape(tiles.shape)
+    return stored[:, : plan.elements_in_memory].reshape(x.shape)

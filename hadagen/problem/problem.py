@@ -29,6 +29,8 @@ MAX_REAL_ORDER, MAX_REAL_LENGTH = 192, 2048
 RIGHT_ORDERS = (32, 64, 128, 256)
 # The least elements of a group with one scale: those of a vector of 8-bit codes.
 LEAST_GROUP = 16
+# The elements that a warp takes at once, and the most warps of a block if their number is odd.
+_CHUNK, MAX_ODD_WARPS = 256, 31
 # Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
 _LONGEST = 57344
 # Index bits of the shortest H with two mma. A shorter one has no exchange either.
@@ -323,10 +325,27 @@ class Problem:
         """The elements that a tile holds whole: a row, or those that are quantized together if these are more."""
         return max(self.n, self.io.form.group, LEAST_GROUP) if self.io.form else self.n
 
+    @cached_property
+    def room(self) -> int:
+        """The elements of a tile that holds one `unit`: `unit`, or more for a row with one scale if no tile is as long.
+        The tile neither reads nor writes elements beyond the row."""
+        unit, form = self.unit, self.io.form
+        if self.transform.has_matrix or form is None or form.group != unit or unit & (unit - 1) == 0:
+            return unit
+        least = max(_CHUNK, self.n)
+        while odd_part(found := -(-unit // least) * least) > MAX_ODD_WARPS:
+            least *= 2
+        return found
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a row does not fill its tile."""
+        return self.room > self.unit
+
     @property
     def odd_factor(self) -> int:
-        """The odd factor of `unit`; 1 with a matrix. A tile has this number of warps, times a power of two."""
-        return 1 if self.transform.has_matrix else self.unit // (self.unit & -self.unit)
+        """The odd factor of `room`; 1 with a matrix. A tile has this number of warps, times a power of two."""
+        return 1 if self.transform.has_matrix else odd_part(self.room)
 
     @property
     def bits(self) -> int:
@@ -479,6 +498,11 @@ def difference(one: Problem, other: Problem) -> float:
     """The distance of two transforms, to find kernels that may be good for both: |log2| of the ratio of their orders
     plus |log2| of the ratio of the lengths of H."""
     return abs(log2(one.order / other.order)) + abs(log2(one.length / other.length))
+
+
+def odd_part(number: int) -> int:
+    """The greatest odd factor of a number ≥ 1."""
+    return number // (number & -number)
 
 
 def padded_length(columns: int) -> int:

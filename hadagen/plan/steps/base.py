@@ -507,8 +507,13 @@ class Draft:
         return prod(self.loaded.radices)
 
     @property
+    def elements_in_memory(self) -> int:
+        """Elements from one tile to the next in memory: `tile_elements`, or those of a row that does not fill its tile."""
+        return self.problem.unit if self.problem.is_padded else self.tile_elements
+
+    @property
     def rows_per_tile(self) -> int:
-        return self.tile_elements // self.problem.n
+        return self.elements_in_memory // self.problem.n
 
     @property
     def is_ragged(self) -> bool:

@@ -68,7 +68,7 @@ class Load(Step):
             yield "rows shorter than 16 bytes cannot be copied asynchronously (load must be another)"
         if self.multicast and plan.width > 1:
             yield "what comes before the transform is computed by one block alone (load must not be multicast)"
-        if self.in_bulk and plan.prologue and plan.prologue.is_halved and plan.is_ragged:
+        if self.in_bulk and plan.prologue and plan.prologue.is_halved and plan.tile_elements > plan.problem.room:
             yield "halves of several rows lie apart (load must not be bulk, or a tile smaller)"
         if self.staged and plan.problem.io.rows is Rows.PITCHED:
             yield "pitched rows cannot be copied as they lie (load must be another)"

@@ -44,9 +44,9 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, plan: Draft) -> Groups:
-        form = plan.problem.io.form
-        size = plan.problem.unit if form and form.by_head else form.group if form else 1
-        return _groups(tuple(_flat(_coordinates(plan))), size)
+        problem, form = plan.problem, plan.problem.io.form
+        size = problem.unit if form and form.by_head else form.group if form else 1
+        return _groups(tuple(_flat(_coordinates(plan))), problem.room if problem.is_padded else size)
 
     @property
     def kept(self) -> int:
@@ -159,7 +159,9 @@ class Largest(Step):
             yield "each lane of a warp reads what one warp has found (cluster must be less)"
         elif form.group > plan.tile_elements:
             yield f"a tile of {plan.tile_elements} elements is shorter than a group of {form.group}"
-        elif plan.tile_elements % form.group or (plan.problem.odd_factor > 1 and form.group < plan.tile_elements):
+        elif not plan.problem.is_padded and (
+            plan.tile_elements % form.group or (plan.problem.odd_factor > 1 and form.group < plan.tile_elements)
+        ):
             yield f"groups of {form.group} are no digits of an index in a tile of {plan.tile_elements} elements"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
