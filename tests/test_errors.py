@@ -124,14 +124,16 @@ def test_no_sentence_shows_a_password(text: str, behind: str) -> None:
         assert sentence == f"{said} is bad"
     values = given, given.encode(), [given], Path(given), {"url": given}, {given: 1}, SimpleNamespace(url=given)
     for value in values:
-        assert "s3c" not in shown(value) and "***" in shown(value)
-        assert "s3c" not in shown(value, 12) and "s3c" not in str(HadagenError(f"{value} is bad"))
+        assert "***" in shown(value)
+        for sentence in (shown(value), shown(value, 12), str(HadagenError(f"{value} is bad"))):
+            assert "s3c" not in sentence
     assert "s3c" not in shortened(given, 24)
 
 
 @pytest.mark.parametrize("text", ["me:s3cret@host/x", "//me:s3c ret@host", "postgresql:me:s3cret@host"])
 def test_a_value_that_may_be_a_url_shows_no_password(text: str) -> None:
-    assert "s3c" not in shown(text) and shown(text).endswith("***@host" + "/x" * text.endswith("x") + "'")
+    assert "s3c" not in shown(text)
+    assert shown(text).endswith("***@host" + "/x" * text.endswith("x") + "'")
 
 
 @pytest.mark.parametrize(
