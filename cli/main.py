@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 import warnings
+from contextlib import suppress
 from threading import current_thread, main_thread
 from typing import Any, NoReturn
 
@@ -49,6 +50,7 @@ class Commands(Group):
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
+        _open_missing_streams()
         if current_thread() is main_thread():
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # or compilers would be left behind
         for stream in (sys.stdout, sys.stderr):
@@ -64,10 +66,11 @@ class Commands(Group):
                 # One more would end the wait for threads with a traceback, and they end soon.
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_IGN)
-            if os.environ.get("HADAGEN_DEBUG"):
-                traceback.print_exc()
             sentence, status = explain(error)
-            say(f"hadagen: {sentence}", err=True)
+            with suppress(OSError):  # of a full device, which may be stderr itself
+                if os.environ.get("HADAGEN_DEBUG"):
+                    traceback.print_exc()
+                say(f"hadagen: {sentence}", err=True)
         _flush_stdout()
         sys.exit(status)
 
@@ -77,6 +80,18 @@ class Commands(Group):
         if args[0] in MOVED and not ctx.resilient_parsing:  # as shells do, to complete a command
             raise UsageError(f"hadagen {args[0]} has moved; use hadagen {MOVED[args[0]]}")
         return super().resolve_command(ctx, args)
+
+
+def _open_missing_streams() -> None:
+    """Let closed standard streams lead nowhere. Else the next file that is opened would become one of them, and
+    processes that this one starts would write to it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
 
 
 def _flush_stdout() -> None:

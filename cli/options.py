@@ -24,6 +24,7 @@ from hadagen.problem.matrices import find_orders
 from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
 from hadagen.problem.prologues import name_of
 from hadagen.problem.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
+from hadagen.problem.target import arch_named, is_model
 from hadagen.problem.trial import Environment
 from hadagen.report.names import short_count
 from hadagen.runtime.bundles import user_directory
@@ -62,7 +63,18 @@ def _checked_table(context: click.Context, parameter: click.Parameter, path: Pat
     return path
 
 
-arch = click.option("--arch", default=DEFAULT_ARCH, show_default=True, help="Target architecture.")
+def arch_of_target(*, default: str | None = None, says: str) -> Callable[[Command], Command]:
+    """`--arch`, of which the command receives the name. says: the default where there is no constant one."""
+    return click.option(
+        "--arch",
+        default=default,
+        show_default=bool(default),
+        callback=lambda context, parameter, name: None if name is None else arch_named(name),
+        help=f"Target architecture, such as sm90, or the name of a GPU, such as H100.{says}",
+    )
+
+
+arch = arch_of_target(default=DEFAULT_ARCH, says="")
 compiler = click.option(
     "--compiler",
     default=DEFAULT,
@@ -90,7 +102,12 @@ class BundlePath(click.Path):
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, parameter, context)))
-        return path if path.exists() else shipped().get(str(path), path)
+        return path if path.exists() else shipped_for(str(path)) or path
+
+
+def shipped_for(name: str) -> Path | None:
+    """The bundle that hadagen ships for an arch of this name, or a GPU of this name; None if there is none."""
+    return shipped().get(arch_named(name) if is_model(name) else name)
 
 
 bundle = click.option(

@@ -46,7 +46,7 @@ MOST_VARIANTS = 20_000
 @options.compiler
 @click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
 @click.option("--dry-run", is_flag=True, help="Only count the variants; needs no GPU.")
-@click.option("--arch", help="Target architecture.  [default: arch of the GPU here, or sm90]")
+@options.arch_of_target(says="  [default: arch of the GPU here, or sm90]")
 @options.as_json
 @keeping()
 def record(

@@ -12,7 +12,7 @@ from hadagen.errors import StorageError
 from hadagen.report.against import comparison
 from hadagen.report.sources import Source, read_bundle, read_store
 from hadagen.tuning_db.atomic_file import HEADER_BYTES, atomic_file, check_place
-from hadagen.tuning_db.bundle import Bundle, is_bundle, shipped
+from hadagen.tuning_db.bundle import Bundle, is_bundle
 from hadagen.tuning_db.files import read_start
 
 DEFAULT_PAGE = "report.html"
@@ -58,7 +58,7 @@ def _read(source: str | None) -> Source:
     is missing, damaged, empty, or of a later version."""
     place = str(options.default_db()) if source is None else source
     if "://" not in place and not Path(place).exists():
-        place = str(shipped().get(place, place))
+        place = str(options.shipped_for(place) or place)
     path = _file(place)
     if path is not None and is_bundle(_header(path, place)):
         return read_bundle(Bundle.open(path))

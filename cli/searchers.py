@@ -21,7 +21,6 @@ from hadagen.measure import Cell, DeviceRunner, Runner, Variant
 from hadagen.plan.arch import Arch, load_arch
 from hadagen.plan.knobs import Knobs
 from hadagen.problem.problem import Problem
-from hadagen.problem.target import check_arch
 from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Trial
 from hadagen.tuner.estimate import EstimateRunner
 from hadagen.tuner.events import FleetChanged, Listener
@@ -217,8 +216,6 @@ def place(
         raise UsageError("--device picks one GPU for a search without a fleet; leave out --device or --fleet")
     from hadagen.fleet.client import Fleet
 
-    if arch is not None:
-        check_arch(arch)
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # `Fleet` says what matters in its log
     with ExitStack() as until_the_end:
         address = fleet

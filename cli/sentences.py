@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import click
 
-from hadagen.errors import HadagenError, install, shortened
+from hadagen.errors import HadagenError, install, shortened, value_without_passwords
 from hadagen.tuning_db.atomic_file import FORBIDDEN, FULL
 
 # What commands import beyond a bare install; the extra `tune` brings all of it.
@@ -42,6 +42,7 @@ def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
 
 def _short(said: str) -> str:
     """The message of click, with long quoted values cut off."""
+    said = re.sub("'([^']*)'", lambda found: f"'{value_without_passwords(found[1])}'", said)
     return shortened(re.sub(r"\S{100,}", lambda found: shortened(found[0]), said), 400)
 
 

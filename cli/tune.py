@@ -44,7 +44,7 @@ WRITE_SHARE = 0.1  # of the time, at most, for bundles that are written before t
 
 
 @click.command()
-@click.option("--arch", help="Target architecture.  [default: arch of the GPU, or sm90; all archs of a fleet]")
+@options.arch_of_target(says="  [default: arch of the GPU, or sm90; all archs of a fleet]")
 @options.problems(shipped=True)
 @options.only
 @click.option(

@@ -54,6 +54,8 @@ def _signature(name: str, found: Any) -> str:
     if isinstance(found, property) or (inspect.isclass(found) and issubclass(found, (Enum, Exception))):
         return ""
     arguments = [str(each) for each in inspect.signature(found).parameters.values() if each.name != "self"]
+    # `hadagen.problem.choices` has the names for editors; the text names them.
+    arguments = [re.sub(r"\b(Format|Rule|Layout|Numerics)Name\b", "str", each) for each in arguments]
     line = f"{name}({', '.join(arguments)})"
     if len(line) > 100:
         line = f"{name}(\n    " + ",\n    ".join(arguments) + ",\n)"

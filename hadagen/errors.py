@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
 _MOST = 80  # characters of a value in a message
+_LONGEST_SECRET = 1000  # characters
+# The password of a URL, of which a path keeps one slash, and that of a setting, as in a query of a URL or a connection
+# string.
+_OF_URL = re.compile(rf"(:/{{1,2}}[^\s:/@]{{0,{_LONGEST_SECRET}}}:)\S{{1,{_LONGEST_SECRET}}}@")
+_OF_SETTING = re.compile(r"((?i:passwd|password)\s{0,9}=\s{0,9})('(?:[^'\\]|\\.)*'|[^\s&;,'\")]+)")
+
+
+def without_passwords(text: str) -> str:
+    """The text with "***" in place of passwords of URLs and connection strings."""
+    return _OF_SETTING.sub(r"\1***", _OF_URL.sub(r"\1***@", text))
+
+
+def value_without_passwords(text: str) -> str:
+    """The same for one value, whose password may have any characters, and which may be a URL without its scheme."""
+    head, at, host = text.rpartition("@")
+    if at and (user := re.match(r"[^:@]*:(//[^:@]*:)?(?!//)", head)):
+        text = f"{user[0]}***@{host}"
+    return without_passwords(text)
 
 
 def printable(text: str) -> str:
-    """The text on one line. Characters that would control a terminal, such as escapes or line ends, are escaped."""
+    """The text on one line, without passwords. Characters that would control a terminal, such as escapes or line ends,
+    are escaped."""
+    text = without_passwords(text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(text: str, most: int = _MOST) -> str:
     """The text on one line, cut off after `most` characters."""
-    text = printable(" ".join(text[: 2 * most].split()))
+    text = printable(" ".join(text[: 2 * most + _LONGEST_SECRET].split()))
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def shown(value: Any, most: int = _MOST) -> str:
-    """A value for a message: its `repr` on one line, cut off after `most` characters."""
+    """A value for a message: its `repr` on one line, without passwords, cut off after `most` characters."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # Python refuses to write very long ones
         return f"an integer of {value.bit_length()} bits"
-    if type(value) in (str, bytes):
-        value = value[: most + 1]
+    if type(value) is bytes:
+        value = value[: most + _LONGEST_SECRET]
+    if type(value) is str:
+        value = value_without_passwords(value[: most + _LONGEST_SECRET])[: most + 1]
     try:
         return shortened(repr(value), most)
     except Exception:  # a `repr` of the caller's may raise anything, and one of a list has its elements

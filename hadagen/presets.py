@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import TensorError, UsageError
+from hadagen.problem.choices import NumericsName
 from hadagen.runtime.checks import check_is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.given import as_count
@@ -47,7 +48,9 @@ def __dir__() -> list[str]:
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
 
 
-def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False, numerics: str = "accurate") -> Quantized:
+def deepseek_v32_indexer(
+    x: torch.Tensor, *, power_of_two: bool = False, numerics: NumericsName = "accurate"
+) -> Quantized:
     """The activations of DeepSeek V3.2's indexer: H_128 · 128^-½, rounded to x's type, then FP8 by groups of 128.
 
     x: [..., 128] or several heads of 128, after RoPE. power_of_two: whether to round scales up to powers of two, as
@@ -58,7 +61,7 @@ def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False, numeric
     return rotate_quantize(x, 128, to="fp8-group", rule=rule, round_first=True, numerics=numerics)
 
 
-def deepseek_v4_fp4(x: torch.Tensor, *, numerics: str = "accurate") -> Quantized:
+def deepseek_v4_fp4(x: torch.Tensor, *, numerics: NumericsName = "accurate") -> Quantized:
     """The activations of DeepSeek V4's indexer: H_128 · 128^-½, rounded to x's type, then MXFP4.
 
     x: [..., 128] or several heads of 128, after RoPE. Scales are rounded up to powers of two.
@@ -66,7 +69,7 @@ def deepseek_v4_fp4(x: torch.Tensor, *, numerics: str = "accurate") -> Quantized
     return rotate_quantize(x, 128, to="mxfp4", rule="deepseek_v4", round_first=True, numerics=numerics)
 
 
-def convrot_int8(x: torch.Tensor, block: int = 256, *, numerics: str = "accurate") -> Quantized:
+def convrot_int8(x: torch.Tensor, block: int = 256, *, numerics: NumericsName = "accurate") -> Quantized:
     """ConvRot in ComfyUI, W8A8: the regular Hadamard matrix over blocks, rounded to x's type, then INT8 by rows.
 
     block: a power of four that divides the last dimension of x. ComfyUI has 16, 64 and 256.
@@ -74,12 +77,14 @@ def convrot_int8(x: torch.Tensor, block: int = 256, *, numerics: str = "accurate
     return rotate_quantize(x, _rotation(x, block, regular=True), to="int8-row", rule="convrot", numerics=numerics)
 
 
-def convrot_int4(x: torch.Tensor, block: int = 256, *, numerics: str = "accurate") -> Quantized:
+def convrot_int4(x: torch.Tensor, block: int = 256, *, numerics: NumericsName = "accurate") -> Quantized:
     """ConvRot in ComfyUI, W4A4: as `convrot_int8`, with INT4. ComfyUI keeps the same scales as float32."""
     return rotate_quantize(x, _rotation(x, block, regular=True), to="int4-row", numerics=numerics)
 
 
-def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None, *, numerics: str = "accurate") -> Quantized:
+def quarot_int4(
+    x: torch.Tensor, rotation: Rotation | int | None = None, *, numerics: NumericsName = "accurate"
+) -> Quantized:
     """QuaRot's quantizer of activations, after a rotation that rounds to x's type. QuaRot takes only float16.
 
     rotation: as for `hadagen.rotate_quantize`; a power of two is orthonormal.
@@ -87,7 +92,7 @@ def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None, *, nume
     return rotate_quantize(x, rotation, to="int4-row", rule="quarot", numerics=numerics)
 
 
-def qutlass_mxfp4(x: torch.Tensor, block: int = 32, *, numerics: str = "accurate") -> Quantized:
+def qutlass_mxfp4(x: torch.Tensor, block: int = 32, *, numerics: NumericsName = "accurate") -> Quantized:
     """QuTLASS's fused quantizer with the method abs_max (its default is quest).
 
     block: 32, 64 or 128. The matrix is H · block^-½ in bfloat16. A code is 3 · value / scale, rounded. QuTLASS swizzles
@@ -99,7 +104,7 @@ def qutlass_mxfp4(x: torch.Tensor, block: int = 32, *, numerics: str = "accurate
     return rotate_quantize(x, block, to="mxfp4", scale=_QUTLASS_SCALES[block], rule="qutlass", numerics=numerics)
 
 
-def transformer_engine_nvfp4(x: torch.Tensor, *, numerics: str = "accurate") -> Quantized:
+def transformer_engine_nvfp4(x: torch.Tensor, *, numerics: NumericsName = "accurate") -> Quantized:
     """TransformerEngine's NVFP4 of a transposed tensor, for gradients of weights: signs and H_16 over 16 tokens.
 
     x: [N, M], such as `tensor.t()`. A first kernel computes the amax of all rotated values. Scales are not padded.
@@ -122,7 +127,7 @@ def transformer_engine_nvfp4(x: torch.Tensor, *, numerics: str = "accurate") -> 
 
 
 def fa3_fp8(
-    x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True, numerics: str = "accurate"
+    x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True, numerics: NumericsName = "accurate"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries, keys or values for FlashAttention 3, as torchao quantizes them: H · D^-½ over each head, then FP8.
 

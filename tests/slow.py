@@ -131,6 +131,7 @@ SAMPLED = {
     "test_report.py::test_a_page_is_replaced_and_another_file_is_not": 0,
     "test_report.py::test_the_largest_shipped_bundle_fits_in_a_page_that_fetches_nothing": 0,
     "test_resume.py::test_a_killed_search_ends_like_one_that_was_not": 6,
+    "test_reload.py::test_a_reloaded_module_has_each_hook_once": 2,
     "test_rotate_operator.py::test_every_check_of_an_operator": 3,
     "test_rotate_operator.py::test_gradients_of_every_named_matrix": 4,
     "test_rotation.py::test_a_row_gives_the_same_bits_in_every_batch": 9,

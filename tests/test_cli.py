@@ -108,7 +108,7 @@ WRONG = {
     (*BEST, "256", "--dtype", "float8"): "dtype 'float8' is not supported; choose one of float16, bfloat16, float32",
     (*BEST, "256", "--numerics", "so-so"): "numerics 'so-so' is not supported; choose one of accurate, fast",
     (*BEST, "256", "--arch", "sm12"): "arch 'sm12' is not known and no bundle serves it; choose one of sm75, sm80, ",
-    (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is no valid name; write sm and the compute capability",
+    (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is not known; choose one of sm75, sm80, ",
     (*BEST, "256", "--device", "0"): "device '0' is no name of a GPU, which is wanted beside an arch; write a name",
     (*KEY, "n256-float32-fast"): "'n256-float32-fast' names no problem; write one such as n4096-float16-fast or",
     (*KEY, "n98-float16-fast"): "matrix = 'auto' has no matrices for 98 = 49 · 2^1 elements; pad it to 100",

@@ -144,7 +144,11 @@ def test_an_arch_names_the_bundle_that_is_shipped_for_it(
     succeed("bundle", "export", "sm90", "winners.csv")
     succeed("bundle", "merge", "sm90", "sm90")
     assert json.loads(succeed("bundle", "verify", "sm90", "--json"))["sound"].keys() == {"sm90"}
-    assert "sm91" in sentence(run("bundle", "show", "sm91"), 1)
+    for gpu in ("h100", "NVIDIA H200"):
+        assert succeed("bundle", "show", gpu) == succeed("bundle", "show", sample)
+    assert "no tuning database or bundle h100.db" in sentence(run("report", "h100.db"), 1)
+    for absent in ("sm91", "h100.db", "of h100"):
+        assert absent in sentence(run("bundle", "show", absent), 1)
 
 
 def test_fewer_kernels_are_kept_the_more_may_be_lost(tmp_path: Path) -> None:

@@ -197,6 +197,44 @@ def test_a_full_disk_is_a_sentence(buffering: list[str], monkeypatch: pytest.Mon
     assert len(done.stderr.splitlines()) == 1
 
 
+# A command that opens a file, prints, and starts a process that prints.
+STREAMS = """
+import subprocess, sys
+import click
+from hadagen.cli.main import main
+from hadagen.cli.output import say
+
+@main.command()
+@click.argument("path")
+def prints(path):
+    with open(path, "w") as file:
+        say("said")
+        say("said", err=True)
+        subprocess.run([sys.executable, "-c", "print(1); import sys; print(1, file=sys.stderr); sys.stdin.read()"])
+        file.write("written")
+
+main(["prints", sys.argv[1]], prog_name="hadagen")
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_commands_run_without_standard_streams(closed: str, tmp_path: Path) -> None:
+    """As services are started. Files that a command opens do not become its streams."""
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", STREAMS, tmp_path / "file"]
+    done = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    out, err = ("said\n1\n" * (stream not in closed.split()) for stream in (">&-", "2>&-"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
+    assert (tmp_path / "file").read_text() == "written"
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_a_failure_without_room_for_its_sentence_is_an_exit_code(debug: str) -> None:
+    command = [sys.executable, "-m", "hadagen.cli", "best", "--n", "3"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=os.environ | {"HADAGEN_DEBUG": debug}, stderr=full, check=False)
+    assert done.returncode == 2
+
+
 # What a command raises → what is said, and the exit code.
 RAISED: list[tuple[Exception, str, int]] = [
     (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "/data/x: No space left on device; make room", 1),

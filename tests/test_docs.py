@@ -38,7 +38,9 @@ from sample_bundle import write_trials
 from sample_trials import H100, H200, make_timing, make_trial
 
 from hadagen.cli.main import main
-from hadagen.integrations.host import SWITCH
+from hadagen.cli.tune import ESTIMATE_SECONDS
+from hadagen.cli.wanted import FEW, KINDS
+from hadagen.integrations.host import SGLANG, SWITCH, VLLM
 from hadagen.measure import Cell, Variant
 from hadagen.measure.watch import SILENCE_S
 from hadagen.problem.matrices import auto_orders
@@ -747,3 +749,13 @@ def test_a_promise_is_a_row_with_its_tests(data: Path) -> None:
     assert len(table) == 2 + len(PROMISES["kernels"])
     assert "[test_gpu_laws.py](../tests/test_gpu_laws.py) every shipped kernel keeps the laws" in table[2]
     assert table[2].endswith("| – |")
+
+
+def test_the_readme_says_how_long_a_tune_takes_and_with_which_engines_hooks_were_tested() -> None:
+    readme, tuning = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/tuning.md"))
+    (minutes,) = re.findall(r"takes (\d+) minutes at most", tuning)
+    without = FEW * len(KINDS) * ESTIMATE_SECONDS / 60
+    assert f"`make tune` then takes {minutes} minutes at most, without a GPU {without:g} minutes." in readme
+    for host in (VLLM, SGLANG):
+        assert f"{host.tested}" in readme[readme.index("The plugins were tested") :][:200]
+    assert "(serve.md)" in (ROOT / "docs/quickstart.md").read_text(encoding="utf-8").partition("## Where next")[2]

@@ -4,6 +4,7 @@ import importlib.metadata
 import inspect
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import hadagen.compiler.emulator
 import hadagen.gpu.driver
 import hadagen.tuner  # noqa: F401  so that all classes of errors are there
-from hadagen.errors import HadagenError, choice, install, shown
+from hadagen.errors import HadagenError, choice, install, printable, shortened, shown
 from hadagen.problem.formats import FORMATS
 
 
@@ -101,3 +102,44 @@ def test_an_extra_comes_from_where_hadagen_came_from(
     found = SimpleNamespace(read_text={"direct_url.json": origin}.get)
     monkeypatch.setattr(importlib.metadata, "distribution", {"hadagen": found}.get)
     assert install("tune").startswith(f"pip install {said}")
+
+
+SECRET = "s3c/r@t:x"
+# Values with a password, and what is shown in its place.
+WITH_PASSWORD = {
+    "postgresql://me:{}@host:5432/x": "postgresql://me:***@host:5432/x",
+    "tls://me:{}@host:8786": "tls://me:***@host:8786",
+    "https://:{}@host": "https://:***@host",
+    "postgresql://host/x?sslpassword={}&a=1": "postgresql://host/x?sslpassword=***&a=1",
+    "host=here password={} dbname=x": "host=here password=*** dbname=x",
+    "host=here PASSWORD = '{} {}' dbname=x": "host=here PASSWORD = *** dbname=x",
+}
+
+
+@pytest.mark.parametrize("text", WITH_PASSWORD)
+@pytest.mark.parametrize("behind", ["", "x" * 200])
+def test_no_sentence_shows_a_password(text: str, behind: str) -> None:
+    given, said = text.replace("{}", SECRET) + behind, WITH_PASSWORD[text] + behind
+    for sentence in (str(HadagenError(f"{given} is bad")), printable(f"{given} is bad")):
+        assert sentence == f"{said} is bad"
+    values = given, given.encode(), [given], Path(given), {"url": given}, {given: 1}, SimpleNamespace(url=given)
+    for value in values:
+        assert "***" in shown(value)
+        for sentence in (shown(value), shown(value, 12), str(HadagenError(f"{value} is bad"))):
+            assert "s3c" not in sentence
+    assert "s3c" not in shortened(given, 24)
+
+
+@pytest.mark.parametrize("text", ["me:s3cret@host/x", "//me:s3c ret@host", "postgresql:me:s3cret@host"])
+def test_a_value_that_may_be_a_url_shows_no_password(text: str) -> None:
+    assert "s3c" not in shown(text)
+    assert shown(text).endswith("***@host" + "/x" * text.endswith("x") + "'")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tls://host:8786", "postgresql://me@host:5432/x", "https://a.org/b@c:d", "me@host", "a:b", "no password: x"],
+)
+def test_values_without_a_password_are_shown_as_they_are(text: str) -> None:
+    assert shown(text) == repr(text)
+    assert printable(text) == text

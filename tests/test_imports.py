@@ -34,7 +34,7 @@ TABLE = """
     runtime.registration |                                                           |
     runtime              | tuner.autotuner tuning_db.files tuning_db.signatures tuning_db.bundle gpu compiler truth problem owners errors | torch
     compat               | runtime problem errors                                    | torch
-    presets              | runtime truth errors                                      | torch
+    presets              | runtime truth problem errors                              | torch
     prologues            | runtime problem errors                                    | torch
     fusing               | prologues runtime problem errors                          | torch
     models               | prologues runtime tuning_db problem errors                | safetensors tokenizers torch

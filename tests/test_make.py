@@ -44,6 +44,11 @@ def commands(target: str, venv: Path, *variables: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
+def test_the_arch_of_a_tune_may_be_the_name_of_a_gpu(tmp_path: Path) -> None:
+    assert commands("tune", tmp_path, "PY=python3", "ARCH=RTX 4090").endswith("tune --arch 'RTX 4090' \n")
+    assert commands("tune", tmp_path, "PY=python3").split()[-1] == "tune"
+
+
 @pytest.mark.parametrize(
     ("target", "extras"),
     [

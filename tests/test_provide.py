@@ -88,6 +88,27 @@ def test_an_installed_original_stays_unless_it_is_replaced(original: Path, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("fast_hadamard_transform.py", ["program.py"]),
+        ("fast_hadamard_transform/__init__.py", ["elsewhere/link.py"]),
+        ("faster_hadamard_transform.py", ["-m", "program"]),
+    ],
+)
+def test_a_module_beside_the_program_is_named(file: str, command: list[str], tmp_path: Path) -> None:
+    """Python looks there first, so nothing can take its place. A program elsewhere does not find it."""
+    module, other = tmp_path / file, tmp_path / "elsewhere" / "other.py"
+    for path in (module, tmp_path / "program.py", other):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("import importlib.util as u; print(u.find_spec('fast_hadamard_transform').origin)", "utf-8")
+    (other.parent / "link.py").symlink_to(tmp_path / "program.py")
+    done = run("-m", "hadagen.compat", "--replace", *command, cwd=tmp_path)
+    said = f"{file.partition('/')[0].removesuffix('.py')} lies where the program is, at {module}, and Python finds it"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{said} first; rename it\n")
+    assert "provided" in run("-m", "hadagen.compat", "--replace", other, cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
     ("command", "status", "said"),
     [
         ([], 2, "python -m hadagen.compat PROGRAM"),

@@ -13,7 +13,15 @@ from sample_trials import PROBLEM, make_trial
 import hadagen
 from hadagen.errors import StorageError, UsageError
 from hadagen.plan.arch import read_arch
-from hadagen.problem.target import ARCH_DIRECTORY, arch_of_gpu, generation, known_archs, nearest_arch
+from hadagen.problem.target import (
+    ARCH_DIRECTORY,
+    arch_named,
+    arch_of_gpu,
+    generation,
+    is_model,
+    known_archs,
+    nearest_arch,
+)
 from hadagen.runtime import bundles
 from hadagen.runtime.device import Device, how_to_get_kernels
 from hadagen.tuning_db import bundle_writer
@@ -77,7 +85,8 @@ def test_a_bundle_of_an_arch_that_is_none_breaks_no_call(
         ("NVIDIA Thor", "sm110"),
         ("NVIDIA GeForce RTX 5090", "sm120"),
         ("NVIDIA H200, 450 W, 3060 MHz", "sm90"),  # a clock is no model
-        ("NVIDIA RTX 6000 Ada Generation", None),  # one of three archs
+        ("NVIDIA RTX 6000 Ada Generation", "sm89"),
+        ("Quadro RTX 6000", None),  # one of three archs
         ("RTX", None),
         ("H100 or A100", None),
         ("", None),
@@ -85,6 +94,27 @@ def test_a_bundle_of_an_arch_that_is_none_breaks_no_call(
 )
 def test_what_the_name_of_a_gpu_tells(gpu: str, arch: str | None) -> None:
     assert arch_of_gpu(gpu) == arch
+
+
+@pytest.mark.parametrize(
+    ("given", "arch"),
+    [
+        *((arch, arch) for arch in ("sm90", "sm121")),
+        *((gpu, "sm89") for gpu in ("4090", "RTX 4090", "rtx-4090", "rtx_4090", "RTX4090", "4070Ti", "4090D", "L40S")),
+        *((gpu, "sm90") for gpu in ("h100", "H100", "NVIDIA H100 80GB HBM3")),
+        ("b200", "sm100"),
+    ],
+)
+def test_a_gpu_names_its_arch(given: str, arch: str) -> None:
+    assert arch_named(given) == arch
+    assert hadagen.best_config(PROBLEM, 32, arch=given).device.arch == arch
+    assert is_model(given) == (given not in ("sm90", "sm121", "NVIDIA H100 80GB HBM3"))
+
+
+@pytest.mark.parametrize("given", ["", "hopper", "sm90a", "SM90", "RTX", "H100 or A100", 90, None, "sm9\n0"])
+def test_another_name_is_refused_with_all_archs(given: object) -> None:
+    with pytest.raises(UsageError, match=r"is not known; choose one of sm75, .*sm121, or name a GPU, such as H100"):
+        arch_named(given)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hadagen.errors import UsageError
@@ -56,6 +57,12 @@ def installed() -> dict[str, str]:
     """The originals that a program finds: name → file."""
     origins = {name: _origin(name) for name in NAMES}
     return {name: origin for name, origin in origins.items() if origin and not _is_provided(name)}
+
+
+def found_in(folder: Path) -> dict[str, str]:
+    """The modules in a folder with the names of the originals: name → file."""
+    specs = {name: PathFinder.find_spec(name, [str(folder)]) for name in NAMES}
+    return {name: spec.origin for name, spec in specs.items() if spec and spec.origin}
 
 
 def environment() -> dict[str, str]:

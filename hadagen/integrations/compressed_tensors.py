@@ -28,7 +28,7 @@ from hadagen.runtime.sealed import StorageWeakRef, version_of
 
 _MODULE = "compressed_tensors.transform"
 _HELD = "_hadagen_rotation"
-_theirs: Any = None  # the forward of the host, once it is replaced
+_theirs: Any = globals().get("_theirs")  # the forward of the host, once it is replaced; importlib.reload keeps it
 
 
 def enable() -> bool:
@@ -45,15 +45,15 @@ def enable() -> bool:
         return False
     try:
         forward = HOST.get(f"{_MODULE}:HadamardTransform.forward")
-        if forward is _forward:
+        if forward.__module__ == __name__:
             _recovered.clear()
-            return True
-        with torch.inference_mode(False):
-            _check(forward)
+        else:
+            with torch.inference_mode(False):
+                _check(forward)
+            _theirs = forward
     except Changed as changed:
         HOST.warn(str(changed))
         return False
-    _theirs = forward
     HOST.get(f"{_MODULE}:HadamardTransform").forward = _forward
     return True
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -27,6 +28,7 @@ _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 _ACT_QUANT = "sglang.kernels.ops.quantization.act_quant_triton"
 _REGISTRY = "sglang.srt.plugins.hook_registry"
 _GROUPS = 16, 32, 64, 128
+_hooked: WeakSet[Any] = globals().get("_hooked", WeakSet())  # registries with the hooks; importlib.reload keeps them
 
 
 def register() -> None:
@@ -44,15 +46,16 @@ def register() -> None:
     if HOST.version() == HOST.tested:  # the tests have read where queries of this version go
         hooks.append((_INDEXER, "Indexer._maybe_rotate", _maybe_rotate))
     try:
-        add = HOST.get(f"{_REGISTRY}:HookRegistry.register")
+        registry = HOST.get(f"{_REGISTRY}:HookRegistry.register").__self__
         around = HOST.get(f"{_REGISTRY}:HookType.AROUND")
         for module, name, _ in hooks:
             HOST.get(f"{module}:{name}")
     except Changed as changed:
         HOST.warn(str(changed))
         return
-    for module, name, hook in hooks:
-        add(f"{module}.{name}", hook, around)
+    for module, name, hook in () if registry in _hooked else hooks:
+        registry.register(f"{module}.{name}", hook, around)
+    _hooked.add(registry)
 
 
 _Hook = tuple[str, str, Callable[..., Any]]  # module and name of a function, and the hook

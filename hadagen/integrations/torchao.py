@@ -266,5 +266,6 @@ def _rotate_linear(module: torch.nn.Linear, config: RotatedWeightConfig) -> torc
 # Where torchao finds the classes of what was stored: of configurations as JSON, and of tensors in safetensors.
 _MODULES.add(__name__)
 _CLASSES["RotatedWeight"] = RotatedWeight
-_NAMES.append("RotatedWeight")
+if "RotatedWeight" not in _NAMES:  # as after a reload
+    _NAMES.append("RotatedWeight")
 torch.serialization.add_safe_globals([RotatedWeight])

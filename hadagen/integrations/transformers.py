@@ -149,5 +149,9 @@ def _not_in_memory(why: str) -> UsageError:
 
 
 if not _missing:
+    for _name in ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING"):
+        _known = getattr(HOST.get("transformers.quantizers.auto"), _name, {})
+        if getattr(_known.get(METHOD), "__module__", "") == __name__:  # of before a reload
+            del _known[METHOD]
     HOST.get("transformers.quantizers.auto:register_quantization_config")(METHOD)(HadagenConfig)
     HOST.get("transformers.quantizers.auto:register_quantizer")(METHOD)(HadagenQuantizer)

@@ -25,7 +25,8 @@ _TRANSFORM = "vllm.model_executor.layers.quantization.compressed_tensors.transfo
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _TYPES = ("hadamard", "random-hadamard")
 _found: Any = WeakTensorKeyDictionary()  # the rotation, or None, of each weight; layers share weights
-_operators: list[torch.library.Library] = []  # whose implementations last as long as these
+# Whose implementations last as long as these, so importlib.reload keeps them.
+_operators: list[torch.library.Library] = globals().get("_operators", [])
 
 
 def register() -> None:
@@ -205,8 +206,10 @@ def _add_quantization() -> None:
     except (ImportError, AttributeError) as error:
         raise Changed(f"of its quantization, {error}") from error
     if METHOD in methods:
-        if HOST.get(f"{_QUANTIZATION}:get_quantization_config")(METHOD) is not vllm_quantization.Quantization:
+        known = HOST.get(f"{_QUANTIZATION}:get_quantization_config")(METHOD)
+        if known is vllm_quantization.Quantization:
+            return
+        if known.__module__ != vllm_quantization.__name__:  # else it is that of before a reload
             raise Changed(f"another plugin has registered the quantization {METHOD}")
-        return
     vllm_quantization.Quantization.host = HOST
     add(METHOD)(vllm_quantization.Quantization)

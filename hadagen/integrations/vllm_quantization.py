@@ -27,7 +27,7 @@ from hadagen.runtime.checks import QUANTIZED
 
 # Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
 _MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
-_hooked: set[str] = set()
+_hooked: set[str] = globals().get("_hooked", set())  # importlib.reload keeps it
 _NO_INT8 = 100  # the capability from which vLLM has no product of INT8 codes
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from hadagen.errors import UsageError
+from hadagen.problem.choices import FormatName, LayoutName, NumericsName, RuleName
 from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import MAX_LOG2_N, Problem, Rows, kernel_order, padded_length
 from hadagen.problem.prologues import Prologue
@@ -118,16 +119,16 @@ def best_config(
     *,
     rows: int | None = None,
     inplace: bool = False,
-    numerics: str = "accurate",
+    numerics: NumericsName = "accurate",
     arch: str | None = None,
     batch_invariant: bool | None = None,
     order: int = 1,
     signed: bool = False,
-    to: str | None = None,
+    to: FormatName | None = None,
     columns: int | None = None,
     group: int | None = None,
-    rule: str | None = None,
-    layout: str = "row-major",
+    rule: RuleName | None = None,
+    layout: LayoutName = "row-major",
     round_first: bool = False,
     before: Prologue | str | None = None,
 ) -> BestConfig:

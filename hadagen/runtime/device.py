@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError, shown
 from hadagen.gpu.gpu_class import class_of
-from hadagen.problem.target import arch_of_gpu, check_arch, generation, known_archs, model_of, nearest_arch
+from hadagen.problem.target import arch_named, arch_of_gpu, check_arch, generation, known_archs, model_of, nearest_arch
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,7 @@ def cuda_device(index: int) -> Device | None:
 
 def find_device(device: int | str | torch.device | None = None, arch: str | None = None) -> Device:
     """The device of these arguments: with `arch` the GPU named `device`, or any; else a CUDA device of this machine.
+    `arch` may be the name of a GPU, such as "H100", and means its arch.
 
     Raises `UsageError` if there is none, if a number is given instead of a name, or if the name is that of a GPU of
     another arch.
@@ -74,6 +75,7 @@ def find_device(device: int | str | torch.device | None = None, arch: str | None
                 f"device {shown(device)} is no name of a GPU, which is wanted beside an arch; "
                 "write a name like 'NVIDIA H100 80GB HBM3', or leave out one of the two"
             )
+        arch = arch_named(arch)
         target = Device(arch, device or "")
         if (its := arch_of_gpu(target.gpu)) not in (None, arch):
             raise UsageError(

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from hadagen.errors import TensorError, UsageError, shown
+from hadagen.problem.choices import FormatName, LayoutName, NumericsName, RuleName
 from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.problem import Problem, Rows
 from hadagen.problem.prologues import Prologue
@@ -59,15 +60,15 @@ def rotate_quantize(
     x: torch.Tensor,
     rotation: Rotation | int | None = None,
     *,
-    to: str,
+    to: FormatName,
     scale: float | None = None,
     group: int | None = None,
-    rule: str | None = None,
-    layout: str = "row-major",
+    rule: RuleName | None = None,
+    layout: LayoutName = "row-major",
     tensor_scale: torch.Tensor | float | None = None,
     round_first: bool = False,
     gradient: bool = False,
-    numerics: str = "accurate",
+    numerics: NumericsName = "accurate",
     batch_invariant: bool | None = None,
     out: Quantized | tuple[torch.Tensor, torch.Tensor | None] | None = None,
     before: Prologue | None = None,

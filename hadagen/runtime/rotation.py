@@ -14,6 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
+from hadagen.problem.choices import NumericsName
 from hadagen.problem.matrices import find_matrix, find_orders
 from hadagen.problem.problem import Transform, may_have_kernels, may_have_paired
 from hadagen.problem.prologues import Prologue
@@ -216,7 +217,7 @@ class Rotation(SealedModule):
         *,
         inplace: bool = False,
         out: torch.Tensor | None = None,
-        numerics: str = "accurate",
+        numerics: NumericsName = "accurate",
         batch_invariant: bool | None = None,
         before: Prologue | None = None,
     ) -> torch.Tensor:
@@ -246,7 +247,7 @@ class Rotation(SealedModule):
         *,
         inplace: bool = False,
         out: torch.Tensor | None = None,
-        numerics: str = "accurate",
+        numerics: NumericsName = "accurate",
         batch_invariant: bool | None = None,
     ) -> torch.Tensor:
         """x · Mᵀ, which undoes the rotation. Arguments, result and errors are as for `forward`.
@@ -649,7 +650,7 @@ def operands_of(
     rotation: Rotation,
     x: torch.Tensor,
     scale: float,
-    numerics: str = "accurate",
+    numerics: NumericsName = "accurate",
     batch_invariant: bool = BATCH_INVARIANT,
     before: Prologue | None = None,
     columns: float | None = None,

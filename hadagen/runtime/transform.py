@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch.overrides import handle_torch_function
 
+from hadagen.problem.choices import NumericsName
 from hadagen.problem.problem import padded_length
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime.calls import again, is_plain, result_like
@@ -38,7 +39,7 @@ def hadamard_transform(
     *,
     inplace: bool = False,
     out: torch.Tensor | None = None,
-    numerics: str = "accurate",
+    numerics: NumericsName = "accurate",
     batch_invariant: bool | None = None,
     before: Prologue | None = None,
 ) -> torch.Tensor:

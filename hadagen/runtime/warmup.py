@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hadagen.errors import UsageError, shown
+from hadagen.problem.choices import FormatName, LayoutName, NumericsName, RuleName
 from hadagen.problem.formats import Format
 from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
 from hadagen.problem.prologues import Prologue, name_of, named
@@ -30,14 +31,14 @@ def warmup(
     *,
     rows: int | Iterable[int] | None = None,
     inplace: bool | None = None,
-    numerics: str | None = None,
+    numerics: NumericsName | None = None,
     device: int | str | torch.device | None = None,
     batch_invariant: bool | None = None,
-    to: str | Iterable[str] | None = None,
+    to: FormatName | Iterable[FormatName] | None = None,
     columns: int | Iterable[int] | None = None,
     group: int | None = None,
-    rule: str | None = None,
-    layout: str = "row-major",
+    rule: RuleName | None = None,
+    layout: LayoutName = "row-major",
     round_first: bool = False,
     before: Prologue | str | None = None,
 ) -> int:
