@@ -7,9 +7,9 @@ elements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -18,10 +18,14 @@ from hadagen.problem.problem import padded_length
 from hadagen.problem.prologues import parsed
 
 
-def _of(*names: str) -> Any:
+Formula = TypeVar("Formula", bound=Callable[..., int])
+
+
+def _of(*names: str) -> Callable[[Formula], Formula]:
     """Registers a formula for operators. It takes their arguments, with a shape in place of each tensor."""
     operators: Any = torch.ops.hadagen
-    return register_flop_formula([getattr(operators, name) for name in names])
+    register: Any = register_flop_formula([getattr(operators, name) for name in names])
+    return register  # type: ignore[no-any-return]
 
 
 @_of("hadamard_transform", "hadamard_transform_", "hadamard_transform_out")
