@@ -106,6 +106,7 @@ def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 # ---- decompose -------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("calls", [*parts(CALLS), *parts([of_form(*form) for form in FORMS])])
 def test_a_decomposed_program_has_no_operator_of_hadagen(calls: list[Call]) -> None:
     model = Model(calls)
@@ -201,6 +202,7 @@ def test_onnx_refuses(call: Call, dynamo: bool, said: str, tmp_path: Path) -> No
 
 
 # ---- torch.jit and FLOPs ---------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("model", [Rotation(4), torch.nn.Sequential(torch.nn.Linear(4, 4), Rotation(4))])
 def test_torch_jit_script_is_refused(model: torch.nn.Module) -> None:
     with pytest.raises(UsageError, match=r"script cannot compile a Rotation; use torch\.export\.export, or torch\.jit"):

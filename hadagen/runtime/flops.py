@@ -17,7 +17,6 @@ from torch.utils.flop_counter import register_flop_formula
 from hadagen.problem.problem import padded_length
 from hadagen.problem.prologues import parsed
 
-
 Formula = TypeVar("Formula", bound=Callable[..., int])
 
 
