@@ -11,6 +11,7 @@ presets: rotations with a quantizer, by the names of the projects that need them
 prologues: what runs before a rotation in the same kernel, such as SiLU·mul; values of before=.
 compat: functions of other projects by their own names.
 fuse: let torch.compile make one operator of what runs before a rotation, the rotation, and a quantizer.
+decompose: an exported program of PyTorch's own operators, for programs that run without hadagen.
 warmup: load the kernels of later calls.
 best_config: the kernel that a call runs; returns a `BestConfig`.
 autotune: find the fastest kernel for this GPU within seconds.
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from hadagen.runtime.autotune import autotune
     from hadagen.runtime.best import BestConfig, best_config
     from hadagen.runtime.choose import Match
+    from hadagen.runtime.decompositions import decompose
     from hadagen.runtime.quantize import rotate_quantize
     from hadagen.runtime.quantized import Quantized
     from hadagen.runtime.rotation import Rotation
@@ -64,6 +66,7 @@ __all__ = [
     "UsageError",
     "autotune",
     "best_config",
+    "decompose",
     "fuse",
     "hadamard_transform",
     "rotate_quantize",
@@ -75,6 +78,7 @@ _LAZY = {
     "Match": "hadagen.runtime.choose",
     "autotune": "hadagen.runtime.autotune",
     "best_config": "hadagen.runtime.best",
+    "decompose": "hadagen.runtime.decompositions",
     "fuse": "hadagen.fusing.fuse",
     "Quantized": "hadagen.runtime.quantized",
     "Rotation": "hadagen.runtime.rotation",

@@ -12,7 +12,7 @@ from test_runtime_operator import R, compiled
 
 from hadagen import Rotation
 from hadagen.errors import TensorError
-from hadagen.runtime.named import named_matrix, named_on, stored_matrix
+from hadagen.runtime.named import NAMED_MATRIX, named_matrix, named_on, stored_matrix
 from hadagen.runtime.rotate_arguments import pack_pair, pack_signs
 from hadagen.runtime.rotate_operator import ROTATE, RotateArguments
 from hadagen.runtime.rotation import operands_of
@@ -117,12 +117,12 @@ def test_bad_operands_are_the_same_sentence_everywhere(changes: dict[str, Any], 
 
 def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
     for n in (12, 12 * 128):  # whose kernels take orders of 12 and 48
-        torch.library.opcheck(named_matrix, ("dao", [12], n, "cpu"))
+        torch.library.opcheck(NAMED_MATRIX, ("dao", [12], n, "cpu"))
         named_matrix("dao", [12], n, "cpu").zero_()
         r = Rotation(n, "dao")
         assert torch.equal(named_matrix("dao", [12], n, "cpu"), operands_of(r, torch.empty(n), 1.0).matrices)
-    torch.library.opcheck(named_matrix, ("regular", [1], 64, "cpu"))
-    torch.library.opcheck(named_matrix, ("auto", [76, 36], 10944, "cpu"))
+    torch.library.opcheck(NAMED_MATRIX, ("regular", [1], 64, "cpu"))
+    torch.library.opcheck(NAMED_MATRIX, ("auto", [76, 36], 10944, "cpu"))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from hadagen.problem.problem import Problem, Rows
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime import kernels, streams, tables
 from hadagen.runtime.checks import check_writable
+from hadagen.runtime.decompositions import check_exporter
 from hadagen.runtime.rotate_arguments import RotateArguments, addresses, is_packed, is_pair, is_real
 
 ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
@@ -218,7 +219,10 @@ def is_plain(x: Any) -> bool:
 
 def has_only_memory(x: torch.Tensor) -> bool:
     """Whether x is a plain tensor with memory, and no mode, transform or trace watches the dispatcher."""
-    if not is_plain(x) or in_functorch() or torch._C._is_tracing():
+    if not is_plain(x) or in_functorch():
+        return False
+    if torch._C._is_tracing():
+        check_exporter()
         return False
     try:
         return x.data_ptr() != 0

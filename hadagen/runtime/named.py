@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hadagen.errors import TensorError
 from hadagen.problem.matrices import find_matrix
 from hadagen.problem.problem import kernel_order
-from hadagen.runtime import sealed
+from hadagen.runtime import decompositions, sealed
 from hadagen.runtime.given import as_matrices, mean_square_of_rows, unpack_given
 from hadagen.runtime.operators import register
 from hadagen.runtime.rotate_arguments import (
@@ -91,9 +91,30 @@ def _held_by(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 # (name, orders, n, device) → what `named_on` gives, in a new tensor. For `regular`, orders is [1].
 # The device is text, because traces of torch.jit have no devices in operators.
-named_matrix = register(
+NAMED_MATRIX = register(
     "named_matrix", "(str name, int[] orders, int n, str device) -> Tensor", _copy_of_named, _fake_named
 )
+
+
+def named_matrix(name: str, orders: Sequence[int], n: int, device: str) -> torch.Tensor:
+    """The result of the operator."""
+    if not torch.compiler.is_dynamo_compiling() and decompositions.is_decomposing():
+        return _decomposed_named(name, orders, n, device)
+    return NAMED_MATRIX(name, orders, n, device)  # type: ignore[no-any-return]
+
+
+def _decomposed_named(name: str, orders: Sequence[int], n: int, device: str) -> torch.Tensor:
+    if name == REGULAR:
+        return decompositions.regular_signs(n, torch.device(device))
+    return decompositions.named_matrix(_entries(name, orders), n, torch.device(device))
+
+
+def _entries(name: str, orders: Sequence[int]) -> list[list[list[int]]]:
+    with _disable_current_modes():  # under which entries would be symbols
+        return [matrix_of(name, order).tolist() for order in orders]
+
+
+decompositions.TABLE[NAMED_MATRIX] = _decomposed_named
 
 
 # ---- what depends on sealed buffers ----------------------------------------------------------------------------------
@@ -196,10 +217,22 @@ def _fake_stored(
     return _empty(entries, orders, n, device)
 
 
+def _stored_autograd(
+    matrices: torch.Tensor | None, signs: torch.Tensor | None, signs_after: torch.Tensor | None, *rest: Any
+) -> torch.Tensor:
+    if decompositions.is_decomposing():
+        name, orders, *others = rest
+        named = [] if matrices is not None else _entries(name, orders)
+        return decompositions.stored_matrix(matrices, signs, signs_after, named, orders, *others)
+    with torch._C._AutoDispatchBelowAutograd():
+        return stored_matrix(matrices, signs, signs_after, *rest)  # type: ignore[no-any-return]
+
+
 # (matrices, signs, signs_after, name, orders, n, scale) → what `stored_on` gives, in a new tensor.
 stored_matrix = register(
     "stored_matrix",
     "(Tensor? matrices, Tensor? signs, Tensor? signs_after, str name, int[] orders, int n, str scale) -> Tensor",
     _copy_of_stored,
     _fake_stored,
+    _stored_autograd,
 )

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from hadagen.errors import TensorError
 from hadagen.runtime.calls import Run, has_only_memory, has_tangent, needs_derivative
 from hadagen.runtime.checks import check_like, check_tensor, is_functional, stands_for_a_tensor
+from hadagen.runtime.decompositions import is_decomposing
 
 LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 
@@ -49,6 +50,7 @@ class LinearOperator:
     compute_into: (x, out, options), the same into `out`.
     check: (x, options); raises for bad arguments, without reading memory.
     transpose: options → the options of the transposed map, which gradients take.
+    decomposed: (x, options) → the result, by PyTorch's own operators.
     """
 
     functional: Callable[..., torch.Tensor]
@@ -64,9 +66,10 @@ class LinearOperator:
         compute_into: Callable[[torch.Tensor, torch.Tensor, Any], None],
         check: Callable[[torch.Tensor, Any], None],
         transpose: Callable[[Any], Any],
+        decomposed: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> None:
         self._options, self._compute, self._compute_into = options, compute, compute_into
-        self._check, self.transpose = check, transpose
+        self._check, self.transpose, self._decomposed = check, transpose, decomposed
         self._out_at = required.count(",") + 1  # the dispatcher leaves out last arguments that are the default
         self.functional, self.in_place, self.into = (
             register(name + suffix, signature, real, fake, autograd)
@@ -163,11 +166,17 @@ class LinearOperator:
             return self.functional(x, *options)
 
     def _new_autograd(self, x: torch.Tensor, *options: Any) -> Any:
+        if is_decomposing():
+            self._check(x, self._options(*options))
+            return self._decomposed(x, self._options(*options))
         if needs_derivative(x):
             return _apply_at_one_level(_New, x, self, self._options(*options), None)
         return self.below_autograd(x, self._options(*options))
 
     def _in_place_autograd(self, x: torch.Tensor, *options: Any) -> None:
+        if is_decomposing():
+            x.copy_(self._new_autograd(x, *options))
+            return
         if not needs_derivative(x):
             with _next_level():
                 self.in_place(x, *options)
@@ -182,6 +191,9 @@ class LinearOperator:
 
     def _into_autograd(self, x: torch.Tensor, *arguments: Any) -> None:
         out = arguments[self._out_at]
+        if is_decomposing():
+            out.copy_(self._new_autograd(x, *self._without_out(arguments)[0]))
+            return
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             raise TensorError("x or out requires grad, and out= has no derivative; leave it out or use no_grad")
         if has_tangent(x) or has_tangent(out):

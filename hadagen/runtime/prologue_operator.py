@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hadagen.errors import TensorError, UsageError, shown
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.prologues import Prologue, parsed
-from hadagen.runtime import calls
+from hadagen.runtime import calls, decompositions
 from hadagen.runtime.calls import (
     ALIGNMENT,
     Run,
@@ -279,7 +279,10 @@ def _in_pytorch(x: torch.Tensor, before: Before, after: After, *, differentiable
     if form is None:
         y = ROTATE.functional(values, *of) if differentiable else rotated(values, of, False)
         return [y.to(x.dtype), *written]
-    if prologue.is_rounded:
+    if decompositions.is_decomposing():
+        rows = result_like(x, prologue.width)
+        codes, scales = decompositions.quantized(rows, of, form, round_first, given, values.to(torch.float32))
+    elif prologue.is_rounded:
         codes, scales = make(values, of, form, round_first, given)
     else:
         codes, scales = make(result_like(x, prologue.width), of, form, round_first, given, values=values)
@@ -304,6 +307,10 @@ def _with_derivatives(*arguments: Any) -> list[torch.Tensor]:
         if calls.takes_kernels(x) and not before.of.operands and has_only_memory(x) and not has_tangent(x):
             return [_ByKernel.apply(x, before, after)]  # type: ignore[no-untyped-call]
         return _in_pytorch(x, before, after, differentiable=True)
+    if decompositions.is_decomposing():
+        _check(x, before, after)
+        with torch.no_grad():
+            return _in_pytorch(x, before, after, differentiable=True)
     with torch._C._AutoDispatchBelowAutograd():
         return OPERATOR(*arguments)
 

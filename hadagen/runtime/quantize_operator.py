@@ -16,7 +16,7 @@ from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.operands import sizes_for
 from hadagen.problem.problem import LEAST_GROUP, Problem
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime import calls
+from hadagen.runtime import calls, decompositions
 from hadagen.runtime.calls import ALIGNMENT, Output, Run, check_apart, needs_derivative, rotation_problem, span
 from hadagen.runtime.checks import (
     check_alike,
@@ -376,11 +376,29 @@ def _shapes_into(x: torch.Tensor, *options: Any) -> None:
     check_outputs(written_of(options[_OUT_AT:], form), outputs_of(x, form), x)
 
 
+def _decomposed(x: torch.Tensor, *options: Any) -> Any:
+    """The results by PyTorch's own operators, with the strides of `outputs_of`; copied into out, if there is one."""
+    of, form, round_first, given = _checked(x, options[:_OUT_AT])
+    order = list(range(x.dim())) if decompositions.in_onnx_export() else order_of(x, form.by_kernels)
+    made = decompositions.quantized(x.permute(order), of, form, round_first, given)
+    if order != sorted(order):
+        made = tuple(  # type: ignore[assignment]
+            each if form.group == TENSOR and at else each.permute(*[order.index(i) for i in range(each.dim())])
+            for at, each in enumerate(made)
+        )
+    for each, value in zip(options[_OUT_AT:], made, strict=False):
+        if each is not None:
+            each.copy_(value)
+    return made if len(options) == _OUT_AT else None
+
+
 def _without_derivative(operator: str) -> Any:
     def below(x: torch.Tensor, *options: Any) -> Any:
         for name, tensor in (("x", x), *(("out", each) for each in options[_OUT_AT:] if each is not None)):
             if needs_derivative(tensor):
                 raise TensorError(f"{name} has a derivative, which quantized codes do not have; pass {name}.detach()")
+        if decompositions.is_decomposing():
+            return _decomposed(x, *options)
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.hadagen, operator).default(x, *options)
 

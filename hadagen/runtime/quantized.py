@@ -78,7 +78,8 @@ class Quantized:
         self._check()
         form = self.format
         codes = quantizer.as_bytes(self.codes)
-        rows = codes.flatten(0, -2) if codes.dim() > 1 else codes[None]
+        # Floats are reshaped and not FP8, which ONNX Runtime cannot reshape.
+        rows = _in_rows(codes.float() if form.element.bits == 8 else codes)
         scales = self.scales
         if form.by_head:  # one for each row
             scales = scales[(...,) + (None,) * (codes.dim() - 1 - scales.dim())].expand(codes.shape[:-1])
@@ -87,7 +88,7 @@ class Quantized:
         if self._exact is None:
             return values.view(shape).to(dtype)
         exact = self._exact.reshape(values.shape)
-        clipped = quantizer.is_clipped(exact.detach(), rows, scales, form, self.tensor_scale)
+        clipped = quantizer.is_clipped(exact.detach(), _in_rows(codes), scales, form, self.tensor_scale)
         nothing = (exact - exact.detach()).nan_to_num(0.0)  # but for its gradient
         return torch.where(clipped, values, values + nothing).view(shape).to(dtype)
 
@@ -215,6 +216,10 @@ class Quantized:
             raise TensorError(
                 f"tensor_scale has {self.tensor_scale.numel()} elements; {form.name} has one"  # type: ignore[union-attr]
             )
+
+
+def _in_rows(codes: torch.Tensor) -> torch.Tensor:
+    return codes.flatten(0, -2) if codes.dim() > 1 else codes[None]
 
 
 def _check_format(form: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from hadagen.problem.problem import Problem
-from hadagen.runtime import calls, plain_rotation, sealed, streams, transform_operator
+from hadagen.runtime import calls, decompositions, plain_rotation, sealed, streams, transform_operator
 from hadagen.runtime.calls import ALIGNMENT, Run, launch_of, number_of, rotation_problem
 from hadagen.runtime.checks import check_alike, check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -106,6 +106,7 @@ ROTATE = LinearOperator(
     compute_into=_compute_into,
     check=check,
     transpose=lambda of: of._replace(transposed=not of.transposed),
+    decomposed=decompositions.rotation,
 )
 
 

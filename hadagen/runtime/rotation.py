@@ -592,7 +592,7 @@ class Rotation(SealedModule):
             and (is_dynamo_compiling() or not isinstance(x, FakeTensor) or x.fake_mode.allow_non_fake_inputs)
         ):
             return held
-        return named_matrix(self.name, list(self.k) or [1], self.block, str(x.device))  # type: ignore[no-any-return]
+        return named_matrix(self.name, list(self.k) or [1], self.block, str(x.device))
 
     def _look(self, device: torch.device) -> _Made:
         """The operands for tensors on a device, after a look at the buffers, which are repaired where they are empty.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from hadagen.errors import TensorError
+from hadagen.errors import TensorError, UsageError
 from hadagen.runtime import sealed
 from hadagen.runtime.rotate_arguments import TRAILER
 
@@ -67,7 +67,8 @@ class SealedModule(torch.nn.Module):
         """Register the buffers on the default device."""
         device = torch.empty(0).device  # get_default_device ignores `with torch.device` in PyTorch 2.6
         self._place = torch.empty(0, dtype=torch.int8, device=device)
-        for name, size in self._sizes.items():
+        # Those that are None come last, because torch.export counts buffers that are not None by their places.
+        for name, size in sorted(self._sizes.items(), key=lambda item: item[1] is None):
             self.register_buffer(name, None if size is None else _placed(self._values[name], size, device))
         self._fill()
 
@@ -219,6 +220,12 @@ class SealedModule(torch.nn.Module):
         lacking: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, lacking, unexpected_keys, error_msgs)
         missing_keys += [key for key in lacking if key not in missing]
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse `torch.jit.script`, which asks this of each module."""
+        raise UsageError(
+            f"torch.jit.script cannot compile a {type(self).__name__}; use torch.export.export, or torch.jit.trace"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # type: ignore[no-untyped-call]  # without what `compile` made

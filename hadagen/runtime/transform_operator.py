@@ -15,7 +15,7 @@ from hadagen.errors import TensorError
 from hadagen.gpu.driver import Launch
 from hadagen.problem.launch import RowShape
 from hadagen.problem.problem import Rows, padded_length
-from hadagen.runtime import calls, kernels, plain_transform, streams
+from hadagen.runtime import calls, decompositions, kernels, plain_transform, streams
 from hadagen.runtime.calls import ALIGNMENT, Run, increment_version, span
 from hadagen.runtime.checks import check_call, check_like, check_writable
 from hadagen.runtime.operators import LinearOperator
@@ -184,4 +184,5 @@ HADAMARD = LinearOperator(
     compute_into=lambda x, out, options: compute_into(x, out, options),
     check=lambda x, options: check_call(x, options.scale, options.numerics),
     transpose=lambda options: options,
+    decomposed=lambda x, options: decompositions.transform(x, options.scale),
 )

@@ -16,7 +16,7 @@ import torch
 from hadagen.problem.formats import POWERS, TENSOR, TILE, Element, Format, Layout
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
-_E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
+_E8M0_NAN = 0xFF
 _FRACTION_BITS = {Element.E4M3: 3, Element.E2M1: 1}
 # PyTorch's own types of `Format.kinds` that are uint8 here, with the version that brought them.
 NATIVE = {"e8m0": ("float8_e8m0fnu", "2.7"), "e2m1": ("float4_e2m1fn_x2", "2.8")}
@@ -45,13 +45,21 @@ def quantize(
     Returns codes, [rows, columns], or uint8 [rows, columns / 2] of 4-bit codes, the even one in the low nibble; and
     scales in their layout.
     """
+    values, scaled, scales = scaled_by(x, to, dtype, given)
+    return encode(to, scaled, values), scales if to.group == TENSOR else laid_out(scales, to.layout)
+
+
+def scaled_by(
+    x: torch.Tensor, to: Format, dtype: torch.dtype, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The values that are quantized, the quotients that `encode` makes codes of, and the scales, [rows, groups] unless
+    the call has one. Arguments are those of `quantize`."""
     if to.element is Element.INT4 or to.rule == "convrot":
         x = _rounded(x, dtype)  # here, as what this makes infinite has the code of an infinity
     groups = _in_groups(x, to)
     largest = groups.abs().amax(-1, keepdim=True) if groups.numel() else groups.new_zeros((*groups.shape[:-1], 1))
     scales, scaled = _RULES[to.name, to.rule](groups, largest, dtype, given)
-    codes = _encode(to, scaled.flatten(-2), x)
-    return codes, scales if to.group == TENSOR else laid_out(scales.squeeze(-1), to.layout)
+    return x, scaled.flatten(-2), scales if to.group == TENSOR else scales.squeeze(-1)
 
 
 def types(to: Format, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -160,7 +168,7 @@ def _in_groups(x: torch.Tensor, to: Format) -> torch.Tensor:
 
 
 # ---- elements --------------------------------------------------------------------------------------------------------
-def _encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The nearest codes, half to even, of values that are scaled already. x: the values before they were scaled."""
     if to.element is Element.E4M3:
         return encode_e4m3(scaled)
@@ -178,8 +186,8 @@ def _encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
     """float8_e4m3fn, half to even. A value beyond 448 becomes 448, and NaN becomes 0x7f."""
-    codes = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(x.isnan(), _E4M3_NAN, codes).view(torch.float8_e4m3fn)
+    codes = x.clamp(-448.0, 448.0)
+    return torch.where(x.isnan(), codes.abs(), codes).to(torch.float8_e4m3fn)  # a NaN without its sign
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
@@ -251,13 +259,13 @@ def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _fp8_given(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
-    return given, _over_given(x, _of_rows(given, len(x))[..., None])
+    return given, _over_given(x, _of_rows(given, x.shape[0])[..., None])
 
 
 def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor) -> Scaled:
     """given: the largest magnitude of each head. If it is 1e-12 or less, the scale of the head is 1."""
     factors = torch.where(given > 1e-12, _tensor(448, x) / given, 1.0)
-    return given, x * _of_rows(factors, len(x))[..., None]
+    return given, x * _of_rows(factors, x.shape[0])[..., None]
 
 
 def _scales_of_heads(given: torch.Tensor, to: Format, rows: int) -> torch.Tensor:
