@@ -225,7 +225,7 @@ def test_products_of_a_transposed_weight(kind: str) -> None:
             lambda w: w[:, 16:],
             r"the columns 16 to 320 of 320 have no codes and scales of their own in .*multiples of 32",
         ),
-        (lambda w: w[::2], "every 2th row or column"),
+        (lambda w: w[::2], "no slice with a step of 2; take rows or columns without gaps"),
         (lambda w: w[0], "a RotatedWeight has no aten.select.int; pass what its dequantize"),
         (lambda w: w + 1, "a RotatedWeight has no aten.add.Tensor; pass what its dequantize"),
         (lambda w: w.view(-1), r"has no view of the shape \[-1\]; pass what its dequantize"),
@@ -329,6 +329,21 @@ def test_a_layer_multiplies_rotated_codes(kind: str, rotation: Any, dtype: torch
     assert float((found - exact).norm() / exact.norm()) < (0.3 if kind.endswith("fp4") else 0.08)
     weight = model(dtype)[0].weight
     assert float((layer.weight.dequantize() - weight).norm() / weight.norm()) < (0.15 if kind.endswith("fp4") else 0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_tiny_rows_keep_their_accuracy(kind: str, rotation: Any, dtype: torch.dtype) -> None:
+    layer = model(torch.float32)[0].to(dtype)
+    layer.weight.mul_(torch.logspace(0, -33, 256)[:, None])
+    weight, largest = layer.weight.double(), {"int8": 127, "fp8": 448}[kind]
+    turned = weight if rotation is None else Rotation(192, block={"rows": 192}.get(rotation, rotation))(weight)
+    scale = turned.abs().amax(1, keepdim=True) / largest
+    quantize_(layer, RotatedWeightConfig(kind, rotation))
+    found = layer.weight.rotated().dequantize(torch.float32).double()
+    half = 2**-4 * turned.abs() + 2**-10 * scale if kind == "fp8" else 0.5 * scale  # half a step between codes
+    assert ((found - turned).abs() <= 1.001 * half + 1e-6 * largest * scale).all()
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)

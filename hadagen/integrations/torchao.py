@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import return_and_correct_aliasing as _return_and_correct_aliasing
 
 from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.integrations.host import TORCHAO as HOST
 from hadagen.integrations.host import Changed
-from hadagen.models.layers import capability, int8_product, multiplies
+from hadagen.models.layers import capability, int8_product, multiplies, quantized_weight
 from hadagen.runtime.checks import QUANTIZED, check_dtype, plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
@@ -61,6 +61,7 @@ _NVFP4_RANGE = 448 * 6  # the largest scale times the largest code
 _COLUMNS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 _ROWS = 128
 _aten = torch.ops.aten
+_aliased: Any = _return_and_correct_aliasing  # which has no types
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -228,12 +229,12 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
     def _tiles(self) -> torch.Tensor:
         """The tiles of scales, [tiles, tiles, 32, 4, 4], a view. The row r of a tile is at [r % 32, r // 32]."""
         columns = -(-self.shape[0 if self.is_transposed else 1] // (4 * _COLUMNS[self.kind]))
-        return self.scale.view(self.scale.numel() // (512 * columns), columns, 32, 4, 4)
+        return self.scale.view(self.scale.numel() // (512 * columns), columns, 32, 4, 4)  # type: ignore[no-any-return]
 
     def _own_scale(self) -> torch.Tensor:
         """The swizzled scales, as torchao has them, of the rows and columns alone."""
         if self.scale.dim() == 2:
-            return self.scale
+            return self.scale  # type: ignore[no-any-return]
         tiles = self._tiles().view(torch.uint8)
         if self.first:
             rows = self.qdata.shape[0]
@@ -264,7 +265,7 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
 
     def _is_part(self) -> bool:
         """Whether a scale may belong to other parts of a weight too, from which this one was cut."""
-        return self.scale.dim() != 2 or self.qdata.stride(0) != self.qdata.shape[1]
+        return self.scale.dim() != 2 or self.qdata.stride(0) != self.qdata.shape[1]  # type: ignore[no-any-return]
 
 
 def _places(first: int, rows: int, tiles: torch.Tensor) -> tuple[Any, ...]:
@@ -275,14 +276,13 @@ def _places(first: int, rows: int, tiles: torch.Tensor) -> tuple[Any, ...]:
 
 @RotatedWeight.implements(_aten.slice.Tensor)  # type: ignore[untyped-decorator]
 def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    weight, dim, begin, end, step = *args, *(0, None, None, 1)[len(args) - 1 :]
+    rest: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+    weight, (dim, begin, end, step) = args[0], rest
     if step != 1:
-        raise TensorError(
-            f"a part of a RotatedWeight has every {step}th row or column; it needs all from one to another"
-        )
+        raise TensorError(f"a RotatedWeight has no slice with a step of {step}; take rows or columns without gaps")
     begin, end, _ = slice(begin, end).indices(weight.shape[dim])
     made = weight._cut(bool(dim % 2) != weight.is_transposed, begin, max(begin, end))
-    return return_and_correct_aliasing(func, args, kwargs, made)
+    return _aliased(func, args, kwargs, made)
 
 
 @RotatedWeight.implements([_aten.split.Tensor, _aten.split_with_sizes.default])  # type: ignore[untyped-decorator]
@@ -301,7 +301,7 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if func is _aten.permute.default:
         dims = [0, dims[0][0]]
     turns = not dims or sum(dims) % 2 == 1
-    return return_and_correct_aliasing(func, args, kwargs, weight._with(is_transposed=weight.is_transposed != turns))
+    return _aliased(func, args, kwargs, weight._with(is_transposed=weight.is_transposed != turns))
 
 
 @RotatedWeight.implements(_aten.view.default)  # type: ignore[untyped-decorator]
@@ -309,7 +309,7 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     weight, shape = args
     if len(shape) != 2 or any(size not in (-1, own) for size, own in zip(shape, weight.shape, strict=True)):
         raise TensorError(f"{weight!r} has no view of the shape {list(shape)}; pass what its dequantize() returns")
-    return return_and_correct_aliasing(func, args, kwargs, weight._with())
+    return _aliased(func, args, kwargs, weight._with())
 
 
 @RotatedWeight.implements([_aten.empty_like.default, _aten._to_copy.default])  # type: ignore[untyped-decorator]
@@ -373,7 +373,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         raise TensorError(f"the input has the shape {tuple(input.shape)}, but the weight multiplies rows of {n}")
     y = _Product.apply(input.reshape(-1, n), weight)  # type: ignore[no-untyped-call]
     y = y.view(*input.shape[:-1], weight.shape[0])
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias  # type: ignore[no-any-return]
 
 
 class _Product(torch.autograd.Function):
@@ -464,7 +464,10 @@ def _rotate_linear(module: torch.nn.Linear, config: RotatedWeightConfig) -> torc
     n = weight.shape[-1]
     block = n if config.rotation == "rows" else config.rotation or 1
     assert isinstance(block, int)
-    made: Any = to_torchao(_quantize(weight, config.kind, _rotation(n, block)), weight.dtype)
+    rotation, to = _rotation(n, block), _FORMATS[config.kind]["to"]
+    of_rows = to in ("int8-row", "fp8-row")
+    q = quantized_weight(weight, to, rotation) if of_rows else _quantize(weight, config.kind, rotation)
+    made: Any = to_torchao(q, weight.dtype)
     per_tensor = getattr(made, "per_tensor_scale", None)
     rotated = RotatedWeight(made.qdata, made.scale, config.kind, block, weight.dtype, per_tensor)
     module.weight = torch.nn.Parameter(rotated, requires_grad=False)
