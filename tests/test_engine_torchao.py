@@ -216,6 +216,12 @@ def test_products_of_a_transposed_weight(kind: str) -> None:
     weight, x = weight_of(kind), values(4, 320)
     for found in (x @ weight.t(), torch.mm(x, weight.T), torch.matmul(x, weight.mT), x.mm(weight.transpose(0, 1))):
         assert torch.equal(found, linear(x, weight))
+    # As parts of DTensors come.
+    aten, bias = torch.ops.aten, values(300)
+    assert torch.equal(aten.mm.default(x, weight.t()), linear(x, weight))
+    assert torch.equal(aten.addmm.default(bias, x, weight.t()), linear(x, weight, bias))
+    found, y = aten.mm.default(values(4, 300).float(), weight), values(4, 300).float()
+    torch.testing.assert_close(found, y @ weight.dequantize(torch.float32), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +236,7 @@ def test_products_of_a_transposed_weight(kind: str) -> None:
         (lambda w: w + 1, "a RotatedWeight has no aten.add.Tensor; pass what its dequantize"),
         (lambda w: w.view(-1), r"has no view of the shape \[-1\]; pass what its dequantize"),
         (lambda w: w.to(torch.int8), "dtype 'int8' is not possible; pass one of"),
+        (lambda w: torch.ops.aten.mm.default(w, values(320, 4)), "a RotatedWeight multiplies rows, as linear"),
         (lambda w: values(2, 320) @ w, r"a RotatedWeight multiplies rows, as linear\(x, weight\) or x @ weight.t\(\)"),
         (lambda w: w.copy_(w[:5]), r"RotatedWeight\(\[5, 320\].* cannot be copied to RotatedWeight\(\[300, 320\]"),
         (lambda w: w.copy_(w.dequantize()), "a bfloat16 tensor cannot be copied to RotatedWeight"),

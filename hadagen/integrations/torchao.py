@@ -61,6 +61,7 @@ _NVFP4_RANGE = 448 * 6  # the largest scale times the largest code
 _COLUMNS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 _ROWS = 128
 _aten = torch.ops.aten
+_tangents: Any = torch.autograd.forward_ad._set_fwd_grad_enabled
 _aliased: Any = _return_and_correct_aliasing  # which has no types
 
 
@@ -349,6 +350,12 @@ def _named(tensor: torch.Tensor) -> str:
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
+_PRODUCTS = (
+    "a RotatedWeight multiplies rows, as linear(x, weight) or x @ weight.t(); "
+    "pass other products what its dequantize() returns"
+)
+
+
 @RotatedWeight.implements_torch_function(torch.nn.functional.linear)  # type: ignore[untyped-decorator]
 def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.Tensor:
     return _linear(*args, **(kwargs or {}))  # type: ignore[no-any-return]
@@ -364,10 +371,7 @@ def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """input · weightᵀ + bias, in the type of the input. Raises `TensorError` for rows of another length than n."""
     if isinstance(input, RotatedWeight) or not isinstance(weight, RotatedWeight) or weight.is_transposed:
-        raise TensorError(
-            "a RotatedWeight multiplies rows, as linear(x, weight) or x @ weight.t(); pass other products "
-            "what its dequantize() returns"
-        )
+        raise TensorError(_PRODUCTS)
     n = weight.shape[-1]
     if not input.dim() or input.shape[-1] != n:
         raise TensorError(f"the input has the shape {tuple(input.shape)}, but the weight multiplies rows of {n}")
@@ -393,10 +397,26 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (weight,) = ctx.saved_tensors
-        rotated: Any = weight.rotated()
-        rotation = _rotation(weight.shape[-1], weight.block)
-        turned = gradient @ rotated.dequantize(gradient.dtype)
-        return turned if rotation is None else rotation.inverse(turned), None
+        return _gradient(gradient, weight), None
+
+
+def _gradient(gradient: torch.Tensor, weight: RotatedWeight) -> torch.Tensor:
+    """The gradient of the rows of a product with the dequantized weight, from that of the result."""
+    rotated: Any = weight.rotated()
+    rotation = _rotation(weight.shape[-1], weight.block)
+    turned = gradient @ rotated.dequantize(gradient.dtype)
+    return turned if rotation is None else rotation.inverse(turned)
+
+
+@RotatedWeight.implements([_aten.mm.default, _aten.addmm.default])  # type: ignore[untyped-decorator]
+def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The products of a layer of DTensors, whose parts come here, and of their gradients."""
+    *bias, rows, weight = args
+    if not isinstance(weight, RotatedWeight) or isinstance(rows, RotatedWeight) or kwargs:
+        raise TensorError(_PRODUCTS)
+    with _tangents(False):  # which cannot be asked for below autograd
+        y = _Product.forward(rows, weight.t()) if weight.is_transposed else _gradient(rows, weight)
+    return y + bias[0] if bias else y
 
 
 def _product(x: Any, weight: Any) -> torch.Tensor:
