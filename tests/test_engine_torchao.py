@@ -121,6 +121,201 @@ def test_what_torchao_does_not_have_is_one_sentence(options: dict[str, Any], mes
         to_torchao(values(4, 64))  # type: ignore[arg-type]
 
 
+# ---- the weight as a tensor ------------------------------------------------------------------------------------------
+def weight_of(kind: str, rotation: Any = 32, rows: int = 300, seed: int = 0) -> Any:
+    """A weight whose rows have other codes and scales each: three tiles of rows and columns, the last not full."""
+    layer = torch.nn.Linear(320, rows, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    layer.weight.copy_(torch.randn(rows, 320, generator=generator) * torch.rand(rows, 1, generator=generator))
+    quantize_(layer, RotatedWeightConfig(kind, rotation))
+    return layer.weight.detach()
+
+
+PARTS = {
+    "a tile": lambda w: w[128:256],
+    "first rows": lambda w: w[:16],
+    "last rows": lambda w: w[-45:],
+    "rows over tiles": lambda w: w[100:290],
+    "rows of rows": lambda w: w[100:290][60:100],
+    "no rows": lambda w: w[7:7],
+    "narrow": lambda w: w.narrow(0, 3, 200),
+    "chunk": lambda w: w.chunk(7)[4],
+    "last chunk": lambda w: w.chunk(7, 0)[-1],
+    "split": lambda w: w.split(90)[3],
+    "split of sizes": lambda w: w.split([10, 150, 140])[1],
+    "all": lambda w: w[:],
+    "view": lambda w: w.view(-1, 320),
+    "columns": lambda w: w[:, 128:256],
+    "last columns": lambda w: w[:, 256:],
+    "columns of rows": lambda w: w[130:][5:, :128],
+    "rows of columns": lambda w: w.narrow(1, 128, 192)[130:],
+    "t": lambda w: w.t(),
+    "T": lambda w: w[5:].T,
+    "mT": lambda w: w.mT[128:, 130:],
+    "transpose": lambda w: w.transpose(1, 0).t(),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_is_a_view(kind: str, part: Any) -> None:
+    """Its values, its product, a copy of it, and what is written to it, and to nothing else."""
+    whole, other = weight_of(kind), weight_of(kind, seed=1)
+    for name in {"nvfp4": ["per_tensor_scale"], "int8": ["scale"], "fp8": ["scale"]}.get(kind, []):
+        getattr(other, name).copy_(getattr(whole, name))  # which all columns of a row, or all rows, share
+    expected, mine = part(whole.dequantize()), part(whole)
+    assert isinstance(mine, RotatedWeight)
+    for each in (mine, mine.clone(), mine.contiguous(), copy.deepcopy(mine), mine.to(torch.float32).to(torch.bfloat16)):
+        assert each.shape == expected.shape
+        assert torch.equal(each.dequantize(), expected)
+    straight = mine.t() if mine.is_transposed else mine
+    x = values(3, straight.shape[1])
+    quantized = _quantize(x, kind, _rotation(x.shape[1], 32)).dequantize(torch.float32)
+    turned = _rotation(x.shape[1], 32).inverse(quantized) @ straight.dequantize(torch.float32).T
+    if turned.numel():  # torchao multiplies no FP4 tensor without rows
+        torch.testing.assert_close(linear(x, straight).float(), turned, rtol=0.02, atol=0.05)
+    wanted = whole.dequantize()
+    part(wanted).copy_(part(other.dequantize()))
+    part(whole).copy_(part(other))
+    assert torch.equal(whole.dequantize(), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_stores_and_loads(kind: str, rotation: Any, tmp_path: Path) -> None:
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    made, other = model(), model()
+    other[0].weight.mul_(2)
+    for each in (made, other):
+        quantize_(each, RotatedWeightConfig(kind, rotation))
+    checkpoint.save(get_model_state_dict(made), checkpoint_id=tmp_path, no_dist=True)
+    empty = copy.deepcopy(other).to("meta").to_empty(device="cpu")
+    for each in (other, empty):
+        state = get_model_state_dict(each)
+        checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+        set_model_state_dict(each, state)
+        assert torch.equal(each(values(3, 192)), made(values(3, 192)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_of_another_type(kind: str, dtype: torch.dtype) -> None:
+    made, x = model(), values(5, 192, dtype=dtype)
+    quantize_(made, RotatedWeightConfig(kind))
+    expected = made(x.bfloat16())
+    found = made.to(dtype)(x)
+    assert found.dtype == made[0].weight.dtype == dtype
+    assert float((found - expected).norm() / expected.norm()) < (0.2 if kind.endswith("fp4") else 0.03)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_a_transposed_weight(kind: str) -> None:
+    weight, x = weight_of(kind), values(4, 320)
+    for found in (x @ weight.t(), torch.mm(x, weight.T), torch.matmul(x, weight.mT), x.mm(weight.transpose(0, 1))):
+        assert torch.equal(found, linear(x, weight))
+    # As parts of DTensors come.
+    aten, bias = torch.ops.aten, values(300)
+    assert torch.equal(aten.mm.default(x, weight.t()), linear(x, weight))
+    assert torch.equal(aten.addmm.default(bias, x, weight.t()), linear(x, weight, bias))
+    found, y = aten.mm.default(values(4, 300).float(), weight), values(4, 300).float()
+    torch.testing.assert_close(found, y @ weight.dequantize(torch.float32), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda w: w[:, 16:],
+            r"the columns 16 to 320 of 320 have no codes and scales of their own in .*multiples of 32",
+        ),
+        (lambda w: w[::2], "no slice with a step of 2; take rows or columns without gaps"),
+        (lambda w: w[0], "a RotatedWeight has no aten.select.int; pass what its dequantize"),
+        (lambda w: w + 1, "a RotatedWeight has no aten.add.Tensor; pass what its dequantize"),
+        (lambda w: w.view(-1), r"has no view of the shape \[-1\]; pass what its dequantize"),
+        (lambda w: w.to(torch.int8), "dtype 'int8' is not possible; pass one of"),
+        (lambda w: torch.ops.aten.mm.default(w, values(320, 4)), "a RotatedWeight multiplies rows, as linear"),
+        (lambda w: values(2, 320) @ w, r"a RotatedWeight multiplies rows, as linear\(x, weight\) or x @ weight.t\(\)"),
+        (lambda w: w.copy_(w[:5]), r"RotatedWeight\(\[5, 320\].* cannot be copied to RotatedWeight\(\[300, 320\]"),
+        (lambda w: w.copy_(w.dequantize()), "a bfloat16 tensor cannot be copied to RotatedWeight"),
+        (lambda w: w.dequantize().copy_(w), "cannot be copied to a bfloat16 tensor"),
+    ],
+)
+def test_what_a_weight_cannot_do_is_one_sentence(call: Any, message: str) -> None:
+    with pytest.raises((TensorError, UsageError), match=message) as caught:
+        call(weight_of("int8"))
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_of_mx_and_nvfp4_share_tiles_and_a_scale() -> None:
+    with pytest.raises(TensorError, match="cut it at multiples of 128"):
+        weight_of("mxfp8")[:, :64]
+    with pytest.raises(TensorError, match="cut it at multiples of 320"):
+        weight_of("int8", "rows")[:, :64]
+    with pytest.raises(
+        TensorError, match=r"has scales that other parts of its weight have too, .*; copy whole weights"
+    ):
+        weight_of("nvfp4")[:5].copy_(weight_of("nvfp4", seed=1)[:5])
+    with pytest.raises(
+        TensorError, match=r"has scales that other parts of its weight have too, .*; copy whole weights"
+    ):
+        weight_of("fp8")[:, :64].copy_(weight_of("fp8", seed=1)[:, :64])
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+class Adapted(torch.nn.Module):
+    """A LoRA adapter of a layer."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = torch.nn.Linear(base.in_features, 4, bias=False, dtype=base.bias.dtype)
+        self.b = torch.nn.Linear(4, base.out_features, bias=False, dtype=base.bias.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_the_input_is_that_of_the_dequantized_weight(kind: str, rotation: Any, compiled: bool) -> None:
+    torch._dynamo.reset()
+    layer, x = model(torch.float32)[0], values(2, 5, 192, dtype=torch.float32)
+    quantize_(layer, RotatedWeightConfig(kind, rotation))
+    with torch.enable_grad():
+        x.requires_grad_()
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        y = call(x)
+        gradient = values(*y.shape, dtype=torch.float32)
+        (found,) = torch.autograd.grad(y, x, gradient)
+    torch.testing.assert_close(y, layer(x.detach()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, gradient @ layer.weight.dequantize(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_trained(kind: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    base = model(torch.float32)
+    quantize_(base, RotatedWeightConfig(kind))
+    adapted = torch.nn.Sequential(Adapted(base[0]), base[1], Adapted(torch.nn.Linear(256, 64)))
+    step = torch.compile(adapted, backend="aot_eager", fullgraph=True) if compiled else adapted
+    x, target = values(20, 192, dtype=torch.float32), values(20, 64, dtype=torch.float32)
+    optimizer = torch.optim.Adam([each for each in adapted.parameters() if each.requires_grad], lr=0.01)
+    losses = []
+    with torch.enable_grad():
+        for _ in range(8):
+            loss = (step(x) - target).square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[-1] < 0.9 * losses[0]
+
+
 # ---- quantize_ -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,6 +336,21 @@ def test_a_layer_multiplies_rotated_codes(kind: str, rotation: Any, dtype: torch
     assert float((found - exact).norm() / exact.norm()) < (0.3 if kind.endswith("fp4") else 0.08)
     weight = model(dtype)[0].weight
     assert float((layer.weight.dequantize() - weight).norm() / weight.norm()) < (0.15 if kind.endswith("fp4") else 0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_tiny_rows_keep_their_accuracy(kind: str, rotation: Any, dtype: torch.dtype) -> None:
+    layer = model(torch.float32)[0].to(dtype)
+    layer.weight.mul_(torch.logspace(0, -33, 256)[:, None])
+    weight, largest = layer.weight.double(), {"int8": 127, "fp8": 448}[kind]
+    turned = weight if rotation is None else Rotation(192, block={"rows": 192}.get(rotation, rotation))(weight)
+    scale = turned.abs().amax(1, keepdim=True) / largest
+    quantize_(layer, RotatedWeightConfig(kind, rotation))
+    found = layer.weight.rotated().dequantize(torch.float32).double()
+    half = 2**-4 * turned.abs() + 2**-10 * scale if kind == "fp8" else 0.5 * scale  # half a step between codes
+    assert ((found - turned).abs() <= 1.001 * half + 1e-6 * largest * scale).all()
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
@@ -235,8 +445,6 @@ def test_mistakes_are_one_sentence() -> None:
     for shape in ((), (3, 190)):
         with pytest.raises(TensorError, match=rf"has the shape \({', '.join(map(str, shape))}\), but .* rows of 192"):
             made(torch.ones(shape, dtype=torch.bfloat16))
-    with torch.enable_grad(), pytest.raises(TensorError, match=r"requires a gradient.*; use torch.no_grad\(\)"):
-        made(values(4, 192).requires_grad_())
 
 
 def test_a_torchao_that_has_changed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

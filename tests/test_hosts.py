@@ -234,16 +234,88 @@ def test_another_rotation_is_not_loaded(other: Rotation, message: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_a_missing_key_keeps_the_values_and_warns_once(kind: str) -> None:
+def test_zeros_in_a_state_dict_keep_the_values_and_warn_once(kind: str) -> None:
     r = BUFFERS[kind](0)
-    for state in ({}, {name: torch.zeros_like(each) for name, each in r.state_dict().items()}):
-        r = BUFFERS[kind](0)
-        with pytest.warns(RuntimeWarning, match=WARNING):
-            r.load_state_dict(state)
-        r.load_state_dict(state)  # a second warning would be an error
-        assert torch.equal(r(torch.ones(r.n)), BUFFERS[kind](0)(torch.ones(r.n)))
+    zeros = {name: torch.zeros_like(each) for name, each in r.state_dict().items()}
+    with pytest.warns(RuntimeWarning, match=WARNING):
+        r.load_state_dict(zeros)
+    r.load_state_dict(zeros)  # a second warning would be an error
+    assert torch.equal(r(torch.ones(r.n)), BUFFERS[kind](0)(torch.ones(r.n)))
 
 
+# ---- in several places of a model ------------------------------------------------------------------------------------
+PLACED: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "once": torch.nn.Sequential,
+    "twice": lambda r: torch.nn.Sequential(r, r),
+    "nested": lambda r: torch.nn.Sequential(torch.nn.Sequential(r), r, torch.nn.Sequential(torch.nn.Identity(), r)),
+    "each layer": lambda r: torch.nn.Sequential(*(torch.nn.Sequential(r) for _ in range(4))),
+}
+
+
+def by_safetensors(model: Any, other: Any, folder: Path) -> Any:
+    st = pytest.importorskip("safetensors.torch")
+    st.save_model(model, str(folder / "made"))
+    return st.load_model(other, str(folder / "made")), len(st.load_file(folder / "made"))
+
+
+def by_checkpoint(model: Any, other: Any, folder: Path) -> Any:
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=folder / "made", no_dist=True)
+    state = get_model_state_dict(other)
+    checkpoint.load(state, checkpoint_id=folder / "made", no_dist=True)
+    return set_model_state_dict(other, state)
+
+
+def one_of(model: torch.nn.Module, index: int) -> dict[str, torch.Tensor]:
+    """The state dict with the last of the names of the same tensor, or the first."""
+    name = list(model.state_dict())[index]
+    return {name: model.state_dict()[name]}
+
+
+# What loads the values of one model into another, and returns what it reports.
+LOADS: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "all": lambda model, other, _: other.load_state_dict(model.state_dict()),
+    "first": lambda model, other, _: other.load_state_dict(one_of(model, 0), strict=False),
+    "last": lambda model, other, _: other.load_state_dict(one_of(model, -1), strict=False),
+    "last, assign": lambda model, other, _: other.load_state_dict(one_of(model, -1), strict=False, assign=True),
+    "meta": lambda model, other, _: other.to("meta").load_state_dict(one_of(model, 0), strict=False, assign=True),
+    "to_empty": lambda model, other, _: other.to_empty(device="cpu").load_state_dict(one_of(model, -1), strict=False),
+    "safetensors": by_safetensors,
+    "checkpoint": by_checkpoint,
+}
+
+
+@pytest.mark.parametrize("kind", ["signs", "given"])
+@pytest.mark.parametrize("places", PLACED)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_rotation_in_several_places_loads_as_a_layer_does(load: str, places: str, kind: str, tmp_path: Path) -> None:
+    def reported(make: Callable[[int], torch.nn.Module], folder: str) -> str:
+        model, other = (PLACED[places](make(seed)) for seed in (0, 1))
+        (tmp_path / folder).mkdir()
+        said = LOADS[load](model, other, tmp_path / folder)
+        assert torch.equal(other(X), model(X))
+        return str(said).replace(next(iter(model.state_dict())).rpartition(".")[2], "NAME")
+
+    def layer(seed: int) -> torch.nn.Module:
+        return torch.nn.Linear(96, 96, bias=False)
+
+    assert reported(BUFFERS[kind], "ours") == reported(layer, "theirs")
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_missing_key_is_reported(kind: str) -> None:
+    r = BUFFERS[kind](0)
+    names = list(r.state_dict())
+    assert r.load_state_dict({}, strict=False).missing_keys == names
+    with pytest.raises(RuntimeError, match="Missing key.*" + ", ".join(f'"{name}"' for name in names)):
+        r.load_state_dict({})
+    assert torch.equal(r(torch.ones(r.n)), BUFFERS[kind](0)(torch.ones(r.n)))
+
+
+# ---- without values --------------------------------------------------------------------------------------------------
 def test_values_made_on_the_meta_device_are_those_of_a_state_dict() -> None:
     with torch.device("meta"):
         made = [Rotation(96, signs=torch.randint(0, 2, (96,)) * 2 - 1), Rotation(96, torch.randn(3, 3))]

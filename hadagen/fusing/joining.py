@@ -111,6 +111,7 @@ def _put(
 
     before: where to put it. results: makes the nodes that take the place of others, which are the keys.
     """
+    left, place = list[Node](), None
     with before.graph.inserting_before(before):
         rows = made(of.node, _aten.clone.default, [x], {"memory_format": torch.contiguous_format})
         for source in (x, rows):
@@ -119,13 +120,12 @@ def _put(
             if all(are_alike(value_of(new), value_of(old)) for old, new in places.items()):
                 for old, new in places.items():
                     old.replace_all_uses_with(new)
-                for old in places:
-                    erase(old)
-                erase(rows)
-                return node
-            for new in places.values():
-                erase(new)
-    return None
+                left, place = [*left, *places], node
+                break
+            left += places.values()
+    for each in (*left, rows):  # at the end, because what one try leaves the next may need
+        erase(each)
+    return place
 
 
 def _result(node: Node, at: int) -> Node:

@@ -184,7 +184,7 @@ def _silu(g: torch.Tensor, alpha: float, how: Arithmetic) -> torch.Tensor:
         return value
     # The derivative of this formula is NaN where e is infinite, so the result has the derivative of another formula.
     smooth = g * torch.sigmoid(inner)
-    return value.detach() + (smooth - smooth.detach()).nan_to_num(0.0)
+    return value.detach() - (smooth.detach() - smooth).nan_to_num(0.0)  # x − 0 is x, of −0 too
 
 
 def _gelu(x: torch.Tensor, alpha: float, how: Arithmetic) -> torch.Tensor:
@@ -287,6 +287,11 @@ class Activated(Prologue):
         return f"{called}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @property
+    def added(self) -> float:
+        """beta, or −0 if it is 0: the sum of −0 and 0 is 0, but the sum of −0 and −0 is −0."""
+        return self.beta or -0.0
+
+    @property
     def is_halved(self) -> bool:  # type: ignore[override]
         """Whether a row of x has all of g first."""
         return self.multiplies and self.layout == "halves"
@@ -298,7 +303,7 @@ class Activated(Prologue):
 
     def numbers(self, units_in_row: int) -> dict[str, int]:
         of_rows = dict(zip(_NUMBERS_OF_ROWS, (units_in_row, *reciprocal(units_in_row)), strict=True))
-        return of_rows | {name: _word(getattr(self, name)) for name in NUMBERS}
+        return of_rows | {"limit": _word(self.limit), "alpha": _word(self.alpha), "beta": _word(self.added)}
 
     def results(
         self, x: torch.Tensor, values: Mapping[str, torch.Tensor], dtype: torch.dtype
@@ -314,7 +319,7 @@ class Activated(Prologue):
         if self.clamped:
             g = round_if(g.clamp(max=self.limit), _TWICE)
             u = round_if(u.clamp(-self.limit, self.limit), _TWICE)
-            u = u + self.beta
+            u = u + self.added
         active = round_if(ACTIVATIONS[self.activation](g, self.alpha, how), _TWICE)
         return {"x": round_if(active * u, *_ROUNDING)}
 

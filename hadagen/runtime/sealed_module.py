@@ -191,7 +191,7 @@ class SealedModule(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        state_dict, missing = dict(state_dict), []
+        state_dict, refused = dict(state_dict), []
         for name, size in self._sizes.items():
             key = prefix + name
             given, values, buffer = state_dict.get(key), self._values[name], self._buffers[name]
@@ -213,13 +213,10 @@ class SealedModule(torch.nn.Module):
                 else:
                     error_msgs.append(self._fault(name, key, state, found))
                     state_dict.pop(key)
-                    missing.append(key)
-            elif given is None and values is not None:
-                self._warn(f"a state dict has no {key}")
-                missing.append(key)
-        lacking: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, lacking, unexpected_keys, error_msgs)
-        missing_keys += [key for key in lacking if key not in missing]
+                    refused.append(key)
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        missing_keys += [key for key in missing if key not in refused]
 
     def __prepare_scriptable__(self) -> Any:
         """Refuse `torch.jit.script`, which asks this of each module."""
