@@ -448,6 +448,31 @@ def test_an_estimate_is_verified_and_says_that_it_is_one(problem: Problem, monke
     assert bool(turned) == (problem.order > 1)
 
 
+def test_a_kernel_is_verified_with_what_its_problem_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the second launch, which is in place only where the result may replace x."""
+    keys = {
+        "n128-bfloat16-accurate-pitched": True,
+        "n128-after-silu_mul-bfloat16-accurate": False,
+        "n128-after-silu_mul_interleaved-bfloat16-to-mxfp4_32-accurate": False,
+        "n96-k12-bfloat16-to-fp8_head-accurate": False,
+    }
+    launches: list[bool] = []
+
+    def verify(*arguments: Any, in_place: bool = False, **others: Any) -> dict[str, float]:
+        launches.append(in_place)
+        return emulator.verify(*arguments, in_place=in_place, **others)
+
+    monkeypatch.setattr(estimate, "verify", verify)
+    monkeypatch.setattr(estimate, "ELEMENTS", 1 << 12)
+    variants = [
+        Variant(problem, Space(problem, SM90).seeds()[0].to_dict(), _kernel(40)) for problem in map(Problem.parse, keys)
+    ]
+    found = {variant.problem.key: trial for variant, trial in EstimateRunner(SM90).run(variants)}
+    assert {key: (trial.outcome, trial.detail) for key, trial in found.items()} == dict.fromkeys(keys, (Outcome.OK, ""))
+    assert launches[::2] == [False] * len(keys)
+    assert dict(zip(keys, launches[1::2], strict=True)) == keys
+
+
 @pytest.mark.parametrize(
     ("problem", "knobs"),
     [
