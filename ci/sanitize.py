@@ -64,7 +64,8 @@ from hadagen.problem.formats import TENSOR
 from hadagen.problem.launch import ENTRY, LaunchSpec, RowShape, Source
 from hadagen.problem.operands import kernel_operands, sizes_for, verification_operands
 from hadagen.problem.problem import Problem, Rows
-from hadagen.problem.prologues import prologue_of
+from hadagen.problem.prologues import prologue_of, width_of
+from hadagen.problem.regimes import Destination, destinations
 from hadagen.problem.trial import Kernel
 from hadagen.truth.reference import verification_scale
 from hadagen.tuning_db.bundle import Bundle
@@ -186,7 +187,7 @@ def cases(problem: Problem, spec: LaunchSpec) -> Iterator[Case]:
         for shape, x_offset, y_offset in _shapes(problem):
             case = _case(problem, count, shape, x_offset, y_offset)
             yield replace(case, blocks=blocks)
-            if problem.io.form is None and _width(problem) == 1 and number == len(wanted) - 1:
+            if Destination.IN_PLACE in destinations(problem) and number == len(wanted) - 1:
                 in_place = shape._replace(y_pitch=shape.x_pitch)
                 whole = _case(problem, count, in_place, x_offset, x_offset)
                 yield replace(
@@ -207,12 +208,6 @@ def _shapes(problem: Problem) -> list[tuple[RowShape, int, int]]:
     ]
 
 
-def _width(problem: Problem) -> int:
-    """Elements of x for each element of the result."""
-    prologue = prologue_of(problem)
-    return prologue.width if prologue else 1
-
-
 def _case(problem: Problem, units: int, shape: RowShape, x_offset: int, y_offset: int) -> Case:
     """A launch over `units`, which are all of one row before a prologue with rows of its own."""
     form, size = problem.io.form, problem.io.input.bytes
@@ -220,12 +215,12 @@ def _case(problem: Problem, units: int, shape: RowShape, x_offset: int, y_offset
     columns, x_pitch, y_pitch = shape
     random = np.random.default_rng(rows)
     # Small bit patterns are finite in every type; none is NaN.
-    values = random.integers(0, 0x3C00, (rows, columns * _width(problem) * size // 2), np.uint16)
+    values = random.integers(0, 0x3C00, (rows, columns * width_of(problem) * size // 2), np.uint16)
     if x_pitch == columns:
         pieces: tuple[tuple[int, bytes], ...] = ((x_offset * size, values.tobytes()),)
     else:
         pieces = tuple(((x_offset + i * x_pitch) * size, row.tobytes()) for i, row in enumerate(values))
-    held = (x_offset + (rows - 1) * x_pitch + columns) * _width(problem)
+    held = (x_offset + (rows - 1) * x_pitch + columns) * width_of(problem)
     arrays = {"x": Array(held * size, pieces, x_offset * size)}
     prologue = prologue_of(problem)
     numbers: dict[str, int] = dict(prologue.numbers(units)) if prologue else {}

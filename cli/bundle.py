@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from hadagen.cli.listing import (
     signers,
     winner_values,
 )
-from hadagen.cli.output import Item, print_json, report_failures, say
+from hadagen.cli.output import Item, print_json, program, report_failures, say
 from hadagen.compiler.compilers import Ptxas
 from hadagen.compiler.recipes import is_recipe_of
 from hadagen.errors import StorageError, UsageError, shortened
@@ -72,7 +73,9 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
 
     path = bundle_place(path, arch, db)
     with options.open_db(db) as store:
-        selection = make_bundle(store, arch, path, loss)
+        rest = ["--db", store.place] * (db is not None)
+        tune = f"{program()} {shlex.join(['tune', '--arch', arch, *rest])}"
+        selection = make_bundle(store, arch, path, loss, tune)
     _say_written(path, selection)
 
 

@@ -13,7 +13,10 @@ from hadagen.cli.output import print_json, print_table, say
 from hadagen.errors import UsageError
 from hadagen.gpu.driver import DEFAULT_SHARED_BYTES
 from hadagen.problem.launch import PORTABLE_CLUSTER, Source
+from hadagen.problem.operands import params_for
 from hadagen.problem.problem import Problem
+from hadagen.problem.prologues import prologue_of
+from hadagen.problem.regimes import Destination, destinations
 from hadagen.problem.scale import scale_word
 from hadagen.runtime.best import best_config
 
@@ -106,7 +109,7 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
         f"A block has {launch.shared_bytes} bytes of dynamic shared memory.",
         *(f"Set {attribute} first." for attribute, needed in attributes.items() if needed),
         "Arguments:",
-        f"  x, y        {where}; in place, y is x",
+        f"  x, y        {where}; {'in place, y is x' if _in_place(plan.problem) else 'y must not overlap x'}",
         f"  elements    rows * {n}",
         f"  scale_word  {SCALE_WORDS[form].format(half=half)};",
         f"              0x{scale_word(launch.scale_form, n**-0.5):08x} makes the transform orthonormal"
@@ -134,7 +137,53 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
             f"  signs_before, signs_after  device addresses of {-(-n // 8)} bytes each: bit i % 8 of byte i / 8 is 1",
             "              where element i is negated, of x and of y; null for no signs",
         ]
+    lines += _of_prologue(plan.problem) + _of_codes(plan.problem)
     return "".join(f"// {line}\n" for line in lines) + "\n"
+
+
+def _in_place(problem: Problem) -> bool:
+    return Destination.IN_PLACE in destinations(problem)
+
+
+def _of_prologue(problem: Problem) -> list[str]:
+    """Lines about x and the params of a kernel with a prologue."""
+    prologue = prologue_of(problem)
+    if prologue is None:
+        return []
+    lines = []
+    if prologue.width > 1:
+        order = "the first of all, then the second" if prologue.is_halved else "neighbors"
+        lines.append(f"  x has {prologue.width} elements for each element of a row of results: {order}")
+    meanings = {
+        "units_in_row": f"a row of results has units_in_row * {problem.unit} elements",
+        "row_reciprocal": "hadagen.problem.prologues.reciprocal(units_in_row) gives",
+        "row_shift": "row_reciprocal and row_shift",
+    }
+    params = [param.name for param in prologue.params(problem)]
+    lines += [f"  {name:16}{meanings.get(name, 'the bits of a float, a number of the prologue')}" for name in params]
+    of_operand = "device address of an operand of the prologue"
+    return lines + [f"  {operand.name:16}{of_operand}" for operand in prologue.operands]
+
+
+def _of_codes(problem: Problem) -> list[str]:
+    """Lines about y and the params of a kernel that quantizes."""
+    form = problem.io.form
+    if form is None:
+        return []
+    two = ", two to a byte, the first in the lower half" if form.element.bits == 4 else ""
+    of_call = "scales of a call, one for each head" if form.by_head else "scale of a call"
+    meanings = {
+        "scales": f"device address of the scales, one for each {form.group} codes, {form.layout.value}",
+        "tensor_scale": f"device address of the {of_call}",
+        "units_in_head": f"a head has units_in_head * {problem.unit} elements",
+        "scales_in_row": "scales of a row",
+        "scale_pitch": "scales from the start of one column to the start of the next",
+    }
+    names = [param.name for param in params_for(problem)]
+    return [
+        f"  y has codes of {form.element.bits} bits{two}",
+        *(f"  {name:16}{meaning}" for name, meaning in meanings.items() if name in names),
+    ]
 
 
 def _with(given: Mapping[str, int | str], arch: Arch) -> Arch:
@@ -163,7 +212,8 @@ def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> P
     from hadagen.plan.knobs import Knobs
     from hadagen.plan.space import Space, build_plan
 
-    winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
+    rows = max(1, LARGE_ELEMENTS // problem.n)
+    winner = best_config(problem, rows, arch=arch.name, inplace=_in_place(problem))
     default = Knobs.like(winner.knobs) if winner.knobs else next(iter(Space(problem, arch).seeds()), None)
     if default is None:
         raise UsageError(f"{problem.key} has no kernel on {arch.name}; take a smaller n, or see why with --space")

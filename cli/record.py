@@ -64,9 +64,9 @@ def record(
     """Measure every legal variant of problems, and keep all trials.
 
     The trials go to files that hadagen dev replay reads. There are tens of thousands of variants, so give fewer values
-    of some knobs with --only, or take the values of a recording with --like. Each variant is verified, then timed in
-    place: in L2 if the data fits in half of L2, else in device memory. Every finished trial is kept at once, and the
-    same command continues a run that was interrupted.
+    of some knobs with --only, or take the values of a recording with --like. Each variant is verified, then timed, in
+    place if the result may replace the input: in L2 if the data fits in half of L2, else in device memory. Every
+    finished trial is kept at once, and the same command continues a run that was interrupted.
     """
     from hadagen.cli.progress import shown
     from hadagen.plan.space import Space

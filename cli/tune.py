@@ -43,7 +43,18 @@ QUICK = 0.5  # the share of these that --quick leaves
 WRITE_SHARE = 0.1  # of the time, at most, for bundles that are written before the end
 
 
-@click.command()
+class _Told(click.Command):
+    """A command whose context has the arguments as they were given."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_GIVEN] = tuple(args)
+        return super().parse_args(ctx, args)
+
+
+_GIVEN = "hadagen.given"
+
+
+@click.command(cls=_Told)
 @options.arch_of_target(says="  [default: arch of the GPU, or sm90; all archs of a fleet]")
 @options.problems(shipped=True)
 @options.only
@@ -177,7 +188,7 @@ def tune(
             ]
             known = {target.name: _known_winners(target, chosen) for target, gpu in targets if gpu and from_winners}
             with shown(len(chosen), REFINE_SHARE * refine) as show:
-                run = _Run(where, store, paths, trials, refine, known, seed, show)
+                run = _Run(where, store, paths, trials, refine, known, seed, show, _given_again(db, store))
                 for number, group in enumerate(groups):
                     if number == 0 or time.monotonic() < budget.end:
                         run.tune(group, budget.until(number), budget.seconds[number + 1 :])
@@ -243,6 +254,7 @@ class _Run:
     known: Mapping[str, Mapping[Problem, Sequence[Knobs]]]  # by arch
     seed: int
     show: Callable[[Shown], None]
+    command: str  # this one, as it was given
     reports: list[list[TuneReport]] = field(default_factory=list)  # of each group, for each target
     refined: set[Problem] = field(default_factory=set)
     is_late: bool = False  # whether refining could not end in time
@@ -325,7 +337,9 @@ class _Run:
         if self._selections is None:
             self.show(Writing())
             began = time.monotonic()
-            self._selections = {name: make_bundle(self.store, name, path) for name, path in self.paths.items()}
+            self._selections = {
+                name: make_bundle(self.store, name, path, command=self.command) for name, path in self.paths.items()
+            }
             self._written = time.monotonic()
             self._writing = self._written - began
         return self._selections
@@ -362,6 +376,13 @@ def _what_is_kept(store: Store, archs: Sequence[str], db: str | None, bundle: Pa
         f"every finished trial is kept in {store.place}, and the same command continues; "
         f"to write a bundle of the winners so far: {commands}"
     )
+
+
+def _given_again(db: str | None, store: Store) -> str:
+    """This command with the options that it was given. The place of the database shows no password."""
+    places = {db: store.place, f"--db={db}": f"--db={store.place}"}
+    given = click.get_current_context().meta[_GIVEN]
+    return f"{program()} {shlex.join(['tune', *(places.get(each, each) for each in given)])}"
 
 
 def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, list[Knobs]]:

@@ -206,18 +206,44 @@ STANDALONE = {
 }
 
 
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("order", [1, 28])
-def test_the_head_of_a_standalone_kernel_says_what_its_operands_are(order: int, signed: bool) -> None:
-    problem = Problem.of(order * 512, DType.FLOAT16, order=order, signed=signed)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "n512-float16-accurate",
+        "n512-signed-float16-accurate",
+        "n14336-k28-float16-accurate",
+        "n14336-k28-signed-float16-accurate",
+        "n512-after-gelu-float16-accurate",
+        "n512-signed-after-silu_mul_clamped-float16-accurate",
+        "n512-after-silu_mul_interleaved-bfloat16-to-mxfp4_32_swizzled-accurate",
+        "n128-after-silu_mul-bfloat16-to-fp8_group_128_column_major-accurate",
+        "n128-float16-to-fp8_head-accurate",
+        "n16-float16-to-nvfp4_16-accurate",
+    ],
+)
+def test_the_head_of_a_standalone_kernel_says_what_its_operands_are(key: str) -> None:
+    problem = Problem.parse(key)
     source = Source("kernel", "", LaunchSpec(128, 1, 0, problem.n, False, params=params_for(problem)))
     plan: Any = SimpleNamespace(problem=problem)
     head = emit._how_to_use(plan, source, load_arch("sm90"))
     for param in source.launch.params:
         assert re.search(rf"^//   .*\b{param.name}\b", head, re.MULTILINE)
+    order, apart = problem.order, bool(problem.prologue or problem.io.form)
     assert ("y = A X H, where X [28, 512]" in head) == ("if the matrix is Hadamard's" in head) == (order == 28)
-    assert (f"{problem.n // 8} bytes each" in head) == signed
+    assert (f"{problem.n // 8} bytes each" in head) == problem.transform.signed
+    assert ("in place, y is x" in head, "y must not overlap x" in head) == (not apart, apart)
+    assert ("x has 2 elements for each element of a row of results" in head) == ("mul" in key)
+    assert ("two to a byte" in head) == ("fp4" in key)
     assert max(map(len, head.splitlines())) <= 120
+
+
+def test_emit_begins_with_the_winner_of_results_that_cannot_replace_x(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    found = SimpleNamespace(knobs=None)
+    monkeypatch.setattr(emit, "best_config", lambda *at, inplace, **where: asked.append(inplace) or found)
+    for key in ("n128-bfloat16-accurate", "n128-after-gelu-bfloat16-accurate", "n128-bfloat16-to-fp8_head-accurate"):
+        emit._complete({}, Problem.parse(key), load_arch("sm90"))
+    assert asked == [True, False, False]
 
 
 @pytest.mark.parametrize(("arguments", "said"), STANDALONE.items())

@@ -25,12 +25,14 @@ from hadagen.cli import ending, options, output, progress, searchers, tune
 from hadagen.cli.output import clock_text
 from hadagen.cli.progress import GroupStarted, Refining, State, Writing, best_so_far, in_parts, shown
 from hadagen.cli.wanted import KINDS, kind_of
+from hadagen.compiler.emulator import EmulationError
 from hadagen.measure import Answer, Variant
 from hadagen.plan.arch import load_arch
 from hadagen.problem.problem import DType, Numerics, Problem, Transform
 from hadagen.problem.regimes import Destination, destinations, element_buckets
 from hadagen.problem.trial import Disturbed, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.runtime.bundles import VARIABLE, why_unused
+from hadagen.tuner import estimate
 from hadagen.tuner import search as tuning
 from hadagen.tuner.estimate import BUILT_AT_ONCE
 from hadagen.tuner.events import (
@@ -271,10 +273,33 @@ def test_impatient_interrupts_lose_nothing_and_are_one_sentence(tmp_path: Path) 
         assert len(store.trials()) == len((measured + rest).splitlines())
 
 
-def test_a_tune_without_time_says_that_nothing_was_found() -> None:
-    result = run(*TINY_TUNE, "--time-budget", "1e-9")
-    assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1].endswith("give hadagen tune --arch sm90 more time or more trials")
+def test_a_tune_without_a_winner_says_why_and_keeps_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output.shutil, "which", lambda name: name)
+    given = (*TINY_TUNE, "--db", str(tmp_path / "my trials.db"))
+    with monkeypatch.context() as patch:
+        patch.setattr(estimate, "_verify", raising(EmulationError("2 races; the first: thread 0")))
+        said = run(*given).stderr.splitlines()[-1]
+    assert said == (
+        "hadagen: there is no winner for sm90 to write, because trials failed (1 wrong_answer, such as "
+        f"n2-float16-accurate: 2 races; the first: thread 0); give hadagen {shlex.join(given)} more time or more trials"
+    )
+    without_time = (*TINY_TUNE, "--time-budget", "1e-9")
+    assert run(*without_time).stderr.splitlines()[-1] == (
+        "hadagen: there is no winner for sm90 to write; "
+        f"give hadagen {shlex.join(without_time)} more time or more trials"
+    )
+    failed = [
+        make_trial(count, outcome=outcome, timings=(), detail=f"error {count}\nof several")
+        for count, outcome in ((1, Outcome.WRONG_ANSWER), (2, Outcome.COMPILE_FAILED), (4, Outcome.COMPILE_FAILED))
+    ]
+    db = recorded(tmp_path / "failed.db", *failed)
+    assert sentence(run("bundle", "make", "--arch", "sm90", "--db", db), 1) == (
+        f"there is no winner for sm90 to write, because trials failed (2 compile_failed, such as {PROBLEM.key}: "
+        f"error 2; 1 wrong_answer, such as {PROBLEM.key}: error 1); "
+        f"give hadagen tune --arch sm90 --db {db} more time or more trials"
+    )
 
 
 def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
@@ -761,7 +786,7 @@ def test_by_default_all_that_is_shipped_is_tuned_heaviest_first_by_row_length(
     report = TuneReport(FakeRunner.environment, False, 0, 0, 0, 0, {}, {}, 0, "", 0.0)
     monkeypatch.setattr(tuning, "tune", lambda options, listen: asked.append(options) or report)
     result = run("tune", "--no-refine")
-    assert result.stderr.splitlines()[-1].endswith("give hadagen tune --arch sm90 more time or more trials")
+    assert result.stderr.splitlines()[-1].endswith("hadagen tune --no-refine more time or more trials")
     lengths = [{problem.n for problem in each.problems} for each in asked]
     assert {len(each) for each in lengths} == {1}
     assert sorted(problem for each in asked for problem in each.problems) == SHIPPED

@@ -284,7 +284,8 @@ def test_products_compute_what_our_kernels_do(n: int, dtype: DType) -> None:
         errors = verifier.errors_of(partial(comparing._transform, each, problem), problem)
         of_matrices = 1.5 if problem.transform.real else 1  # whose entries they round
         assert 0 < max(errors.values()) <= of_matrices * problem.with_io(numerics=Numerics.FAST).error_bound
-    assert peers.serving(Problem.of(n, dtype, order=problem.order, signed=True), torch.device("cpu")) == []
+    for more in ({"signed": True}, {"prologue": "silu_mul"}, {"prologue": "gelu"}):
+        assert peers.serving(Problem.of(n, dtype, order=problem.order, **more), torch.device("cpu")) == []
     assert peers.serving(Problem.of(256, dtype), torch.device("cpu")) == [library, orthonormal]
 
 

@@ -1,11 +1,16 @@
 """Generated kernels on the emulator: every structural family × dtype × a spread of n, against float64."""
 
+import os
 import random
 import re
+import shlex
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -472,3 +477,23 @@ def test_mma_takes_22_bits_of_a_float32_as_tf32() -> None:
     np.testing.assert_array_equal(y, hadamard(x / values[:, None]) * kept[:, :1])
     np.testing.assert_array_equal(kept[4::3, 0], values[4::3])
     np.testing.assert_allclose(kept[:, 0], values, rtol=2.0**-22)
+
+
+def test_kernels_of_every_kind_touch_no_memory_beyond_their_arrays() -> None:
+    """Under AddressSanitizer and UndefinedBehaviorSanitizer. Stacks are not checked, because fibers jump between
+    them. Compilers run without the library of the sanitizer, which would make them slow."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    library = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(library).is_absolute():
+        pytest.skip(f"{compiler[0]} has no libasan.so, as g++ has")
+    flags = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "--param", "asan-stack=0"
+    environment = {
+        **os.environ,
+        "CXX": shlex.join(["env", "-u", "LD_PRELOAD", *compiler, *flags]),
+        "LD_PRELOAD": library,
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
+    program = Path(__file__).with_name("sanitized_kernels.py")
+    ended = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[:4000]
+    assert int(ended.stdout) > 100

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -520,8 +521,16 @@ UNHEEDED = [
     ),
 ]
 LATE = Case("late", COPY + " shuffle_xor(0u, 1); load16(in + 16 * (t ^ 1));")
+# x has twice as many elements as y, so a block stores its results over the input of another block.
+WIDE = Case(
+    "wide",
+    """const byte* const both = in + T::bytes * first + 32 * t;
+    const Vec16 v = load16(both + 16);
+    load16(both);
+    store16(out + 16 * t, v);""",
+)
 
-together([*RACES, *UNHEEDED, LATE])
+together([*RACES, *UNHEEDED, LATE, WIDE])
 
 
 @named(RACES)
@@ -546,6 +555,19 @@ def test_in_place_input_is_not_overwritten_before_every_block_has_read_it(case: 
     x = random_bits(1024)
     assert case.run(x, np.zeros_like(x), order_seed=order_seed).races == 0
     assert case.run(x, x, order_seed=order_seed).races > 0
+
+
+def test_input_of_another_block_is_not_overwritten_where_x_is_longer_than_y() -> None:
+    x = random_bits(2048)
+    wide = partial(module_of(WIDE).run, "wide", WIDE.launch, x, scale=1.0, elements=1024, x_elements=2048)
+    out = np.zeros(1024, np.uint16)
+    assert wide(out).complaint == ""
+    assert (out.reshape(-1, 8) == x.reshape(-1, 2, 8)[:, 1]).all()
+    report = wide(x)
+    assert (report.races, report.unwritten, report.rewritten) == (768, 0, 0)
+    assert "of y, in place, which other blocks have loaded" in report.complaint
+    with pytest.raises(UsageError, match="x has 1024 elements, fewer than the 2048"):
+        module_of(WIDE).run("wide", WIDE.launch, out, x, scale=1.0, elements=1024, x_elements=2048)
 
 
 # ---- kernels that are stopped, and the sentence about each -----------------------------------------------------------

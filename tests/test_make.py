@@ -16,6 +16,7 @@ import conftest
 import pytest
 import torch_releases
 import yaml
+from running import script
 from signing_keys import make_key
 from slow import SAMPLED, slow_cases
 from sums import lines
@@ -73,6 +74,28 @@ def test_make_alone_lists_every_target_within_80_columns() -> None:
     assert all(len(line) < 80 for line in listed)
     phony = re.findall(r"(?m)^\.PHONY: ([a-z -]+)$", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert {line.split()[0] for line in listed} == set(" ".join(phony).split())
+
+
+@pytest.mark.parametrize(
+    ("ends", "passes"),
+    [
+        ("echo '9 new trials (9 ok)'", True),
+        ("kill -SEGV $$", False),
+        ("exit 1", False),
+        ("echo '9 new trials (8 ok, 1 wrong_answer)'", False),
+    ],
+)
+def test_a_change_does_not_land_if_a_tune_fails(ends: str, passes: bool, tmp_path: Path) -> None:
+    """ends: how the tune ends."""
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    script(tmp_path / "bin" / "chromium")
+    script(tmp_path / "bin" / "make", 'echo "$1" >> made', f'case "$1" in tune) {ends};; esac')
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == passes, done.stderr
+    made = (tmp_path / "made").read_text().split()
+    assert made[:3] == ["lint", "site", "tune"]
+    assert ("test" in made) == passes
 
 
 def test_a_release_needs_a_key() -> None:

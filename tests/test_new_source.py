@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hadagen import Match, TensorError, best_config, hadamard_transform, warmup
 from hadagen.compiler import codegen, recipes
-from hadagen.compiler.emulator import compile_host, verification_rows, verify
+from hadagen.compiler.emulator import compile_host
 from hadagen.compiler.toolchain import Toolchain
 from hadagen.errors import UsageError
 from hadagen.measure import Cell, copy_sources, timing
@@ -39,6 +39,7 @@ from hadagen.runtime.prologue_operator import OPERATOR, After, Before, rotate_af
 from hadagen.runtime.rotate_arguments import RotateArguments
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE
+from hadagen.tuner import estimate
 
 BLOCK = """
 {% import "loads.cu.j2" as loads with context %}
@@ -113,7 +114,8 @@ def test_a_source_is_one_file(key: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert plan.launch.signature.endswith("const void* gate, const void* weight, void* total")
     source = codegen.render(plan)
     module = compile_host([source])
-    errors = verify(problem, source, verification_rows(problem, source.launch, 1 << 12), module=module)
+    monkeypatch.setattr(estimate, "ELEMENTS", 1 << 12)
+    errors = estimate._verify(problem, source, module)
     assert max(errors.values()) <= problem.error_bound
 
     monkeypatch.setattr("hadagen.measure.verify._LEAST_ELEMENTS", 1 << 13)

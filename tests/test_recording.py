@@ -29,7 +29,7 @@ from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.plan.arch import Arch
 from hadagen.plan.space import Space
 from hadagen.problem.problem import Problem
-from hadagen.problem.regimes import Destination
+from hadagen.problem.regimes import Destination, destinations
 from hadagen.problem.trial import Outcome, Trial
 from hadagen.tuner.events import ProblemFinished, TrialFinished
 from hadagen.tuner.export import kernel_tuner_cache, objective, write_kernel_tuner_cache
@@ -115,6 +115,10 @@ def test_cells_are_those_that_decide() -> None:
     assert [cell.elements for cell in rows] == [14336, 5 * 14336]
     cells = deciding_cells(problem, [1 << 26, 512, 1 << 20], l2_bytes=50 << 20)
     assert [(cell.elements, cell.cache.value) for cell in cells] == [(1 << 20, "hot"), (1 << 26, "cold")]
+    for key in (problem.key, "n4096-after-silu_mul-float16-accurate", "n1024-float16-to-fp8_row_1024-accurate"):
+        each = Problem.parse(key)
+        found = {cell.destination for cell in deciding_cells(each, [1 << 16, 1 << 26], l2_bytes=50 << 20)}
+        assert found == {destinations(each)[0]}
 
 
 # ---- recording -----------------------------------------------------------------------------------------------------

@@ -6,28 +6,51 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, UsageError, shortened
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import LOSS
-from hadagen.problem.trial import Outcome, Provenance
+from hadagen.problem.trial import Outcome, Provenance, Trial
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import Selection
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import invariant_arithmetic, portfolio_of, ranked_by_cell
 
+_LONGEST_LINE = 200  # characters of a failure in a sentence
 
-def make_bundle(store: Store, arch: str, path: Path, loss: float = LOSS) -> Selection:
+
+def make_bundle(store: Store, arch: str, path: Path, loss: float = LOSS, command: str = "") -> Selection:
     """Write the winners of a database to a bundle at `path`, and return them (`loss` as in `winners.portfolio`).
 
-    Raises `UsageError` as `check_keeps_winners` does, and `StorageError` as `write_bundle` does.
+    command: what finds more winners, for the sentence that there is none; "" for a tune of the arch.
+
+    Raises `UsageError` as `check_keeps_winners` does, and `StorageError` as `write_bundle` does. If there is no winner,
+    the error says why the trials failed.
     """
-    rankings = ranked_by_cell(trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK)
+    trials = [trial for trial in store.checked() if trial.arch == arch]
+    rankings = ranked_by_cell(trial for trial in trials if trial.outcome is Outcome.OK)
     selection = portfolio_of(rankings, loss)
-    if selection:
-        check_keeps_winners(path, store, arch, ((cell.problem, cell.gpu) for cell in selection))
+    if not selection:
+        command = command or f"hadagen tune --arch {arch}"
+        raise StorageError(
+            f"there is no winner for {arch} to write{_why(trials)}; give {command} more time or more trials"
+        )
+    check_keeps_winners(path, store, arch, ((cell.problem, cell.gpu) for cell in selection))
     write_bundle(path, arch, selection, store.kernel, invariant_arithmetic(selection, rankings))
     return selection
+
+
+def _why(trials: Iterable[Trial]) -> str:
+    """Why trials failed: how many of each outcome, and the first line of the first failure of each."""
+    failed: dict[Outcome, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        if trial.outcome is not Outcome.OK:
+            failed[trial.outcome].append(trial)
+    said = []
+    for outcome, some in sorted(failed.items(), key=lambda each: -len(each[1])):
+        line = next(iter(some[0].detail.splitlines()), "without a reason")
+        said.append(f"{len(some)} {outcome.value}, such as {some[0].problem.key}: {shortened(line, _LONGEST_LINE)}")
+    return f", because trials failed ({'; '.join(said)})" if said else ""
 
 
 def check_keeps_winners(path: Path, store: Store, arch: str, known: Iterable[tuple[Problem, str]] = ()) -> None:

@@ -194,7 +194,8 @@ class HostModule:
         by name: an array, and how many bytes of it must be written.
 
         `rows`, `shape`: for a kernel that reads a `RowShape`, the number of rows and their layout; then `elements` is
-        rows · n. `x_elements`: how many elements of x a kernel may read, if that does not follow from these.
+        rows · n. `x_elements`: how many elements of x a kernel may read, if that does not follow from these; behind a
+        prologue, x may have more elements than the result.
         `operands`: contiguous arrays and numbers for all other params, by name. The launch has as
         many blocks as on a device with room for `RESIDENT_CLUSTERS` clusters. `order_seed`: 0 runs the threads in
         order, each up to its next collective; 1 in reverse; any other in a random order.
@@ -218,12 +219,14 @@ class HostModule:
             rows, shape = elements, RowShape(1, 1, 1)  # as any array without gaps
         columns, x_pitch, y_pitch = shape
         alignment = x.itemsize if launch.reads_rows else VECTOR_BYTES
-        for name, array, pitch in (("x", x, x_pitch), ("out", out, y_pitch))[: 1 if has_codes else 2]:
+        of_x, of_y = ((rows - 1) * pitch + columns if rows else 0 for pitch in (x_pitch, y_pitch))
+        of_x = of_x if x_elements is None else x_elements
+        for name, array, least in (("x", x, of_x), ("out", out, of_y))[: 1 if has_codes else 2]:
             if array.dtype not in (np.uint16, np.uint32) or array.dtype != x.dtype or not array.flags.c_contiguous:
                 raise UsageError(f"{name} is not a contiguous uint16 or uint32 array, of the type of x; copy it first")
             if array.ctypes.data % alignment:
                 raise UsageError(f"{name} is not aligned to {alignment} bytes; copy it first")
-            if array.size < (least := (rows - 1) * pitch + columns):
+            if array.size < least:
                 raise UsageError(f"{name} has {array.size} elements, fewer than the {least} to transform")
         if x.ctypes.data == out.ctypes.data and x_pitch != y_pitch:
             raise UsageError(f"in place, rows cannot lie both {x_pitch} and {y_pitch} elements apart; give one pitch")
@@ -233,7 +236,7 @@ class HostModule:
             elements=elements,
             rows=rows,
             **shape._asdict(),
-            x_elements=((rows - 1) * x_pitch + columns if rows else 0) if x_elements is None else x_elements,
+            x_elements=of_x,
             steps=STEPS_PER_ELEMENT * max(tiles * launch.tile_elements, 8 * launch.threads * launch.cluster),
             seed=order_seed,
             arguments=(ctypes.c_uint64 * len(arguments))(*arguments),
@@ -355,7 +358,7 @@ def verify(
     that the last tile is ragged if a tile holds several rows. `module`: has the kernel already, if many were built at
     once. `shape`: for a kernel that reads one, by default three quarters of each row; an array with an odd pitch begins
     one element after a multiple of 16 bytes. `units_in_row`: how many `Problem.unit`s a row of results has, where x
-    holds two halves of it. `operands`: `verification_operands` by default. The scale is
+    holds two halves of it. `operands`: values that differ from `verification_operands`. The scale is
     `verification_scale`. The output and the gaps of x begin as NaNs. Raises `EmulationError` if the kernel does not run
     to its end, or if `EmulationReport.complaint` is not "".
     """
@@ -382,7 +385,7 @@ def verify(
     scale = verification_scale(problem)
     units = values.size // problem.unit
     parts = values if width_of(problem) == 1 else np.concatenate(list(by_parts.values()), axis=1)
-    operands = verification_operands(problem, units) if operands is None else operands
+    operands = {**verification_operands(problem, units), **(operands or {})}
     transformed, second = exact_results(problem, parts, scale, operands)
     exact = torch.from_numpy(transformed[:, :columns])
     odd = int(source.launch.reads_rows)  # arrays with an odd pitch begin between vectors

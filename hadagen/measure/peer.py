@@ -157,8 +157,8 @@ class Peers:
         self._keeper = PeerGraph(self._pool, [least], 1)
 
     def serving(self, problem: Problem, device: torch.device) -> list[Peer]:
-        """The peers that transform rows of a problem. No peer takes signs, or quantizes."""
-        if problem.transform.signed or problem.io.form:
+        """The peers that transform rows of a problem. No peer takes signs, has a prologue, or quantizes."""
+        if problem.transform.signed or problem.prologue or problem.io.form:
             return []
         peers = products(problem, self.all, device) if problem.transform.has_matrix else self.all
         return [peer for peer in peers if peer.serves(problem)]

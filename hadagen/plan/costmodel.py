@@ -60,9 +60,13 @@ class Estimate:
         self._first_block_cycles = max(self._block_cycles, instructions)  # one warp keeps one scheduler busy
         self._more_reads = 0 if plan.load.multicast else plan.shares_loaded - 1  # how often L2 reads each row again
         block_bytes = buffer_bytes(plan.problem, plan.launch.tile_elements) / plan.launch.cluster
+        read_bytes = block_bytes * (1 + self._reads_besides)
+        moved_bytes = read_bytes + block_bytes * (1 + self._writes_besides)
         # Data that other blocks load for a block comes as fast as shared memory accepts it.
         others = SHARED_BYTES_PER_CYCLE if plan.load.multicast else model.sm_bytes_per_cycle
-        self._block_memory_cycles = block_bytes * (2 / model.sm_bytes_per_cycle + (plan.shares_loaded - 1) / others)
+        self._block_memory_cycles = (
+            moved_bytes / model.sm_bytes_per_cycle + (plan.shares_loaded - 1) * read_bytes / others
+        )
         cycles = LATENCIES | {"block sync": model.block_sync_cycles, "cluster sync": model.cluster_sync_cycles}
         waits = sum(count * cycles[kind] for cost in costs for kind, count in cost.waits.items())
         self._latency_cycles = waits + sum(cost.crossed_bytes / model.cluster_bytes_per_cycle for cost in costs)
@@ -75,7 +79,7 @@ class Estimate:
         moved = moved_bytes * (1 + self._reads_besides), written + moved_bytes * self._writes_besides
         in_l2, beyond, loading = _memory(self._arch, *moved, destination, cache)
         # Shares that other blocks have loaded before come from L2.
-        shared = self._more_reads * moved_bytes / model.l2_bytes_per_us
+        shared = self._more_reads * moved[0] / model.l2_bytes_per_us
         chain = self._latency_cycles / model.cycles_per_us
         first_issue = self._first_block_cycles / model.cycles_per_us
         block_issue = self._block_cycles / model.cycles_per_us

@@ -37,7 +37,8 @@ from hadagen.plan.space import Space
 from hadagen.problem.launch import RowShape, Source
 from hadagen.problem.operands import verification_operands
 from hadagen.problem.problem import Problem
-from hadagen.problem.regimes import main_buckets, regime
+from hadagen.problem.prologues import prologue_of
+from hadagen.problem.regimes import Destination, destinations, main_buckets, regime
 from hadagen.problem.trial import Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
 from hadagen.truth.reference import NORMAL_ELEMENTS
 
@@ -48,6 +49,7 @@ ELEMENTS = 4 * NORMAL_ELEMENTS
 # Kernels that differ in one of these differ much.
 _SHAPE = attrgetter("chunks", "warps", "cluster", "first", "low_bits", "butterfly_carrier")
 ORDER_SEED = 2  # for a random order of the emulator's threads
+UNITS_IN_ROW = 3  # so that rows end within tiles
 
 
 def _seen(space: Space) -> Space:
@@ -170,16 +172,24 @@ def _copy_us(arch: Arch, problem: Problem, cell: Cell) -> float:
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
-    """Class of input → the larger of two errors: out of place, and in place. The launch in place has odd addresses
-    where the kernel allows them, and the matrix transposed."""
+    """Class of input → the larger of the errors of two launches. The second launch is in place where the result may
+    replace x. It has odd addresses and rows of several units where the kernel allows them, the matrix transposed, and
+    threads in a random order."""
     rows = verification_rows(problem, source.launch, ELEMENTS)
-    apart = verify(problem, source, rows, module=module)
+    first = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)
     odd = RowShape(columns, columns | 1, columns | 1) if source.launch.reads_rows else None
-    turned = verification_operands(problem)
-    if "matrix" in turned:
-        turned["matrix"] = turned["matrix"].T
-    in_place = verify(
-        problem, source, rows, module=module, operands=turned, shape=odd, in_place=True, order_seed=ORDER_SEED
+    matrix = verification_operands(problem).get("matrix")
+    prologue = prologue_of(problem)
+    second = verify(
+        problem,
+        source,
+        rows,
+        module=module,
+        operands={} if matrix is None else {"matrix": matrix.T},
+        shape=odd,
+        in_place=Destination.IN_PLACE in destinations(problem),
+        units_in_row=UNITS_IN_ROW if prologue and prologue.takes_rows(problem) else 1,
+        order_seed=ORDER_SEED,
     )
-    return {name: max(apart[name], in_place[name]) for name in apart}
+    return {name: max(first[name], second[name]) for name in first}

@@ -21,7 +21,7 @@ from hadagen.plan.arch import Arch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space
 from hadagen.problem.problem import Problem
-from hadagen.problem.regimes import Destination, deciding_cache, timed_elements
+from hadagen.problem.regimes import deciding_cache, destinations, timed_elements
 from hadagen.problem.trial import Environment, Outcome, Trial, utc_now
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import Build, Pipeline
@@ -65,8 +65,9 @@ class RecordReport:
 
 
 def deciding_cells(problem: Problem, elements: Sequence[int], l2_bytes: int) -> tuple[Cell, ...]:
-    """The in-place cell whose time decides, at the whole rows nearest to each element count, if there are any."""
-    destination = Destination.IN_PLACE
+    """The cell whose time decides, at the whole rows nearest to each element count, if there are any. It is in place if
+    the result may replace the input."""
+    destination = destinations(problem)[0]
     return tuple(
         Cell(count, destination, deciding_cache(problem, count, destination, l2_bytes))
         for count in sorted({timed_elements(problem, nominal) for nominal in elements} - {0})

@@ -38,24 +38,23 @@ bool in_operand(const void* global, i64 bytes) {
 }
 
 // The first of the elements that `bytes` at `global` hold. They must lie inside a row of the array and be aligned.
-i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const char* does, const char* name) {
-    const i64 end = array == m.y && array != m.x ? extent(pitch) : m.launch.x_elements;
-    check_synced(does, name);
-    const i64 offset = i64(global) - i64(array), size = m.launch.element_bytes;
+i64 element(const void* global, i64 bytes, const Array& array, const char* does) {
+    check_synced(does, array.name);
+    const i64 offset = i64(global) - i64(array.at), size = m.launch.element_bytes;
     const i64 first = offset / size, count = bytes / size;
     if (bytes < vector_bytes && bytes != size && bytes != 8)
-        fail("%s %s an element of %lld bytes, but those of %s have %lld", Name(m.running->who).text, does, bytes, name,
-             size);
-    if (offset < 0 || first + count > end)
+        fail("%s %s an element of %lld bytes, but those of %s have %lld", Name(m.running->who).text, does, bytes,
+             array.name, size);
+    if (offset < 0 || first + count > array.elements)
         fail("%s %s %lld elements at element %lld of %s, which has %lld", Name(m.running->who).text, does, count, first,
-             name, end);
-    if (pitch > m.launch.columns && first % pitch + count > m.launch.columns)
+             array.name, array.elements);
+    if (array.pitch > m.launch.columns && first % array.pitch + count > m.launch.columns)
         fail("%s %s %lld elements at element %lld of a row of %s, which has %lld", Name(m.running->who).text, does,
-             count, first % pitch, name, m.launch.columns);
+             count, first % array.pitch, array.name, m.launch.columns);
     const i64 address = i64(global), alignment = bytes % vector_bytes ? bytes : vector_bytes;
     if (address % alignment)
         fail("%s %s %lld elements at byte %lld of %s, whose address is not a multiple of %lld",
-             Name(m.running->who).text, does, count, offset, name, alignment);
+             Name(m.running->who).text, does, count, offset, array.name, alignment);
     return first;
 }
 
@@ -65,8 +64,8 @@ void read_global(void* into, const void* global, i64 bytes) {
         std::memcpy(into, global, bytes);
         return;
     }
-    const i64 first = element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
-    if (m.x == m.y)
+    const i64 first = element(global, bytes, m.x, "loads");
+    if (m.in_place())
         for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) {
             if (m.writes[i] && !m.report->races++)
                 std::snprintf(m.report->first_race, sizeof m.report->first_race,
@@ -96,16 +95,20 @@ bool wrote_output(void* global, const void* from, i64 bytes) {
     return false;
 }
 
-// A result is stored, in place or not. Where one block alone has loaded what lay there, that had to come to the result;
-// where several have, only the cluster barrier says that all of them did.
+// A result is stored, in place or not. If one block of the cluster alone has loaded what lay there, that had to come to
+// the result. If several have, only the cluster barrier says that all of them did. Nothing says it of another cluster.
+bool may_replace(const Loaded& loaded) {
+    if (loaded.by == Loaded::by_several) return loaded.arrivals < m.running->clock.waits;
+    return loaded.by == Loaded::by_nobody || loaded.by / m.launch.cluster == self->block / m.launch.cluster;
+}
+
 void write_global(void* global, const void* from, i64 bytes) {
     if (wrote_output(global, from, bytes)) return;
-    if (!m.y) fail("%s stores %lld bytes beyond the outputs", Name(m.running->who).text, bytes);
-    const i64 first = element(global, bytes, m.y, m.launch.y_pitch, "stores", "y");
+    if (!m.y.at) fail("%s stores %lld bytes beyond the outputs", Name(m.running->who).text, bytes);
+    const i64 first = element(global, bytes, m.y, "stores");
     for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) {
         m.writes[i] += m.writes[i] < 2;
-        if (m.x == m.y && m.loaded[i].by == Loaded::by_several && m.loaded[i].arrivals >= m.running->clock.waits &&
-            !m.report->races++)
+        if (m.in_place() && !may_replace(m.loaded[i]) && !m.report->races++)
             std::snprintf(m.report->first_race, sizeof m.report->first_race,
                           "%s stores element %lld of y, in place, which other blocks have loaded, with no barrier in "
                           "between",
@@ -235,7 +238,7 @@ void begin_bulk_copy(u32 rank, byte* shared, const void* global, u32 bytes) {
                      Name(m.running->who).text, at, Name(toucher->who).text);
     });
     begin_copy(rank, shared, bytes);
-    element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
+    element(global, bytes, m.x, "loads");
 }
 
 void check_whole_vectors(u32 bytes, const char* does) {
@@ -351,13 +354,13 @@ void trigger_dependents() { step(); }
 void load(void* into, const void* global, i64 bytes) {
     step();
     read_global(into, global, bytes);
-    if (bytes == vector_bytes) m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.x));
+    if (bytes == vector_bytes) m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.x.at));
 }
 
 void store(void* global, const void* from, i64 bytes) {
     step();
     write_global(global, from, bytes);
-    if (bytes == vector_bytes) m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.y));
+    if (bytes == vector_bytes) m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.y.at));
 }
 
 Vec16 shared_load(const byte* shared) {
@@ -386,8 +389,8 @@ void copy_async(byte* shared, const void* global) {
     m.running->copies.push_back({shared, global, m.running->groups});
     m.warp().shared.add(self->thread % warp_lanes, shared - self->shared);
     if (!global) return;  // zeros
-    element(global, vector_bytes, m.x, m.launch.x_pitch, "loads", "x");
-    m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.x));
+    element(global, vector_bytes, m.x, "loads");
+    m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.x.at));
 }
 
 void copy_async_commit() { ++m.running->groups; }
@@ -453,7 +456,7 @@ void bulk_copy_fence() {
 void bulk_prefetch(const void* global, u32 bytes) {
     step();
     check_whole_vectors(bytes, "prefetches");
-    element(global, bytes, m.x, m.launch.x_pitch, "prefetches", "x");
+    element(global, bytes, m.x, "prefetches");
     m.report->prefetched_bytes += bytes;
 }
 

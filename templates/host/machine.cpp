@@ -188,8 +188,8 @@ void run_clusters() {
         m.report->unwritten += std::max<i64>(0, m.launch.outputs[i].least - written);
         m.report->rewritten += std::count(writes.begin(), writes.end(), byte(2));
     }
-    for (size_t i = 0; i < m.writes.size(); ++i) {
-        m.report->unwritten += m.writes[i] == 0 && i64(i) % m.launch.y_pitch < m.launch.columns;
+    for (i64 i = 0; i < m.y.elements; ++i) {
+        m.report->unwritten += m.writes[i] == 0 && i % m.y.pitch < m.launch.columns;
         m.report->rewritten += m.writes[i] > 1;
     }
 }
@@ -324,12 +324,14 @@ void hadagen_run(hadagen::machine::Kernel kernel, const hadagen::machine::Launch
     m.kernel = kernel;
     m.launch = *launch;
     m.report = report;
-    m.x = static_cast<const hadagen::byte*>(x);
-    m.y = static_cast<hadagen::byte*>(y);
-    m.writes.assign(m.y ? extent(launch->y_pitch) : 0, 0);
+    const hadagen::i64 of_y = y && launch->rows ? (launch->rows - 1) * launch->y_pitch + launch->columns : 0;
+    m.x = {static_cast<const hadagen::byte*>(x), launch->x_elements, launch->x_pitch, "x"};
+    m.y = {static_cast<const hadagen::byte*>(y), of_y, launch->y_pitch, "y"};
+    const hadagen::i64 of_both = m.in_place() ? std::max(m.x.elements, m.y.elements) : 0;
+    m.writes.assign(std::max(of_y, of_both), 0);
     m.output_writes.clear();
     for (hadagen::u64 i = 0; i < launch->output_count; ++i) m.output_writes.emplace_back(launch->outputs[i].bytes, 0);
-    m.loaded.assign(m.x == m.y ? extent(launch->x_pitch) : 0, Loaded{});
+    m.loaded.assign(of_both, Loaded{});
     m.threads.resize(m.cluster_threads());
     m.warps.resize(m.cluster_threads() / warp_lanes);
     m.blocks.resize(launch->cluster);

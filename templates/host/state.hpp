@@ -54,15 +54,21 @@ struct Loaded {
     u32 arrivals = 0;    // at the cluster barrier, of the last thread to load it
 };
 
+// x or y. `elements`: from its first to its last, with the gaps between rows.
+struct Array {
+    const byte* at;  // null for y where results are codes
+    i64 elements, pitch;
+    const char* name;
+};
+
 struct Machine {
     Kernel kernel;
     Launch launch;
     Report* report;
-    const byte* x;
-    byte* y;
-    std::vector<byte> writes;    // of each element of y, up to 2
+    Array x, y;
+    std::vector<byte> writes;    // of each element of y, up to 2; in place, of each element of x too
     std::vector<std::vector<byte>> output_writes;  // of each byte of each output
-    std::vector<Loaded> loaded;  // elements of x, where that is y
+    std::vector<Loaded> loaded;  // in place, of each element of x and y, which may differ in number
 
     std::vector<Thread> threads;  // of the cluster
     std::vector<Warp> warps;
@@ -76,6 +82,7 @@ struct Machine {
     u64 random;
     std::jmp_buf done;
 
+    bool in_place() const { return x.at == y.at; }
     u32 cluster_threads() const { return launch.threads * launch.cluster; }
     Block& block() { return blocks[running->rank]; }
     Warp& warp() { return warps[running->who / warp_lanes]; }
@@ -88,9 +95,6 @@ void pause();
 void make_ready(Thread& thread);
 // A collective of a warp. The last lane to come carries out `together` for all of them.
 void meet_warp(const char* where, void* operand, void (*together)(Thread* lanes));
-
-// Elements from the first to the last of an array.
-inline i64 extent(i64 pitch) { return m.launch.rows ? (m.launch.rows - 1) * pitch + m.launch.columns : 0; }
 
 // ---- what went wrong -----------------------------------------------------------------------------------------------
 // Ends the launch. Every thread is left where it is.
