@@ -161,16 +161,26 @@ def case(seed: int) -> Case:
     first, between, after, on_x = (maybe(chance) for chance in (0.25, 0.1, 0.1, 0.1))
     halves, wide_type = random.choice(HALVES[:5] if maybe(0.7) else HALVES), maybe(0.15)
     active = random.choice(BINARY if kind == "binary" else UNARY)
-    before, behind = ([random.choice(VIEWS[: -4 if maybe(0.8) else None]) for _ in range(random.choice((0, 0, 1, 1, 2)))] for _ in "ab")
+    before, behind = (
+        [random.choice(VIEWS[: -4 if maybe(0.8) else None]) for _ in range(random.choice((0, 0, 1, 1, 2)))]
+        for _ in "ab"
+    )
     rotation = random.choice(WIDE if kind == "wide" else ROTATIONS[:6] if maybe(0.8) else ROTATIONS)
     scale = random.choice(SCALES)
     quantizer: Any = random.choice(
         (
             None,
             partial(_called, options=random.choice(CALLS)),
-            partial(_static, by=random.choice(BY[:3] if maybe(0.9) else BY), limit=random.choice((448.0,) * 9 + (240.0,))),
+            partial(
+                _static, by=random.choice(BY[:3] if maybe(0.9) else BY), limit=random.choice((448.0,) * 9 + (240.0,))
+            ),
             partial(_static, by=random.choice(BY[:2]), limit=448.0),
-            partial(_dynamic, amax=random.choice(AMAX), by=random.choice(BY[:3]), least=1 / (448 * (512 if maybe(0.9) else 1))),
+            partial(
+                _dynamic,
+                amax=random.choice(AMAX),
+                by=random.choice(BY[:3]),
+                least=1 / (448 * (512 if maybe(0.9) else 1)),
+            ),
         )
     )
     kept = {each for each in ("g", "product", "turned", "rows") if maybe(0.06)}
@@ -223,7 +233,10 @@ def case(seed: int) -> Case:
 
 def difference(found: Tensor, wanted: Tensor) -> str | None:
     """How results differ more than by roundings; None if they do not."""
-    forms = [(each.dtype, each.shape, [b for a, b in zip(each.shape, each.stride(), strict=True) if a > 1]) for each in (found, wanted)]
+    forms = [
+        (each.dtype, each.shape, [b for a, b in zip(each.shape, each.stride(), strict=True) if a > 1])
+        for each in (found, wanted)
+    ]
     if forms[0] != forms[1]:
         return f"{forms[0]} for {forms[1]}"
     if not wanted.is_floating_point() and wanted.dtype != torch.int8:
