@@ -1,12 +1,16 @@
 """`hadagen.fuse`: graphs of torch.compile in which neighbors become one operator."""
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from random_graphs import case, difference
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
@@ -35,6 +39,7 @@ def passes() -> Iterator[None]:
     torch._dynamo.reset()
     with fuse():
         yield
+    fuse.undo()
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -293,6 +298,45 @@ def test_quantizers_that_are_written_in_pytorch(quantizer: Any) -> None:
     torch.testing.assert_close(codes.float(), wanted.float(), rtol=1 / 8, atol=2**-9)
 
 
+SCALES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {  # with the number of operators they leave
+    "no dimension": (lambda s: s[0], 1),
+    "one": (lambda s: s[1:2], 1),
+    "three": (lambda s: s[:1].view(1, 1, 1), 1),
+    "computed": (lambda s: s.amax() * 2, 1),
+    "expanded": (lambda s: s[:1].expand(M), 2),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("rows", [lambda x: x.transpose(1, 2), lambda x: x.movedim(0, 1)], ids=["heads", "moved"])
+def test_a_given_scale_of_rows_that_are_copied(name: str, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The first try, without a copy, leaves the scale in the graph for the second one."""
+    scale, operators = SCALES[name]
+
+    def model(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return by_given(R(rows(x)), scale(s))[0]
+
+    compiled = Compiled(model)
+    found, wanted = (each(normal(2, 5, 4, M), torch.tensor([0.05, 0.03])) for each in (compiled, model))
+    assert (len(compiled.report), compiled.report[0].reason is None) == (1, operators == 1)
+    assert difference(found, wanted) is None
+
+
+@pytest.mark.parametrize("seed", [*range(500)])
+def test_random_graphs(seed: int) -> None:
+    """Results, and arguments that are written to, are those of PyTorch, but for roundings."""
+    model, arguments, sizes, _ = case(seed)
+    compiled = Compiled(model)
+    for at in sizes:
+        theirs, ours = arguments(at), arguments(at)
+        try:
+            wanted = model(*theirs)
+        except (RuntimeError, ValueError):  # PyTorch refuses it
+            return
+        for mine, other in zip([*compiled(*ours), *ours], [*wanted, *theirs], strict=True):
+            assert difference(mine, other) is None
+
+
 def test_gradients_are_those_of_the_graph() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         g, u = halves(x)
@@ -489,44 +533,151 @@ def other(graph: torch.fx.Graph) -> None:
 OTHERS: list[torch.fx.Graph] = []
 
 
-def test_passes_of_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = room._PASS
-    for theirs, both in ((None, ours), (other, [other, ours]), ([other], [other, ours]), ((other,), [other, ours])):
-        if theirs is other and not TAKES_LISTS:  # which comes below
-            continue
-        fuse.undo()
-        config.joint_custom_post_pass = theirs
+class PlainConfig:
+    """The setting of PyTorch before 2.12, one for all threads."""
+
+    def __init__(self) -> None:
+        self._config = {room._PLACE: SimpleNamespace(user_override=None)}
+
+    @property
+    def joint_custom_post_pass(self) -> Any:
+        return self._config[room._PLACE].user_override
+
+    @joint_custom_post_pass.setter
+    def joint_custom_post_pass(self, passes: Any) -> None:
+        self._config[room._PLACE].user_override = passes
+
+
+@pytest.fixture(params=["this release", "plain", "plain, one pass"])
+def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The setting of Inductor, with passes of nobody."""
+    fuse.undo()
+    if request.param != "this release":
+        monkeypatch.setattr(room, "config", PlainConfig())
+    if request.param == "plain, one pass":
+        monkeypatch.delattr(custom_graph_pass, "get_custom_graph_passes", raising=False)
+    room.config.joint_custom_post_pass = None
+    yield room.config
+    fuse.undo()
+    room.config.joint_custom_post_pass = None
+
+
+def passes_of(settings: Any) -> list[Any]:
+    """All passes of the setting."""
+    found = settings.joint_custom_post_pass
+    found = found.passes if isinstance(found, room._Both) else found
+    return [*found] if isinstance(found, (list, tuple)) else [] if found is None else [found]
+
+
+def test_passes_of_others_stay(settings: Any) -> None:
+    takes_lists = hasattr(custom_graph_pass, "get_custom_graph_passes")
+    for theirs in (None, other, *([[other], (other,)] if takes_lists else [])):
+        settings.joint_custom_post_pass = theirs
         for _ in range(2):
             fuse()
-            assert config.joint_custom_post_pass == both
+            assert passes_of(settings) == [*([other] if theirs else []), room._PASS]
         fuse.undo()
-        left = config.joint_custom_post_pass
-        assert left == (None if theirs is None else [other])
-        config.joint_custom_post_pass = None
-    with fuse():
-        assert config.joint_custom_post_pass is ours
-    assert config.joint_custom_post_pass is None
-    # In a release that takes one pass.
-    monkeypatch.delattr(custom_graph_pass, "get_custom_graph_passes", raising=False)
-    config.joint_custom_post_pass = other
-    fuse()
-    both = config.joint_custom_post_pass
-    assert both.uuid() is None  # as that of a function, which Inductor does not cache with
-    x = normal(4, M)
+        assert passes_of(settings) == ([other] if theirs else [])
+
+
+def test_the_pass_of_another_runs_before_ours() -> None:
+    config.joint_custom_post_pass = other if TAKES_LISTS else room._Both(other)
     compiled = Compiled(lambda x: Q(R(x), None).codes)
-    compiled(x)
+    compiled(normal(4, M))
+    config.joint_custom_post_pass = None
     assert OTHERS
     assert [each.reason for each in compiled.report] == [None]
+
+
+def test_a_call_removes_the_pass_where_no_other_needs_it(settings: Any) -> None:
+    """In any order of their ends, with exceptions, and in generators."""
+
+    def generator() -> Iterator[None]:
+        with fuse():
+            yield
+
+    def is_on() -> bool:
+        return room._PASS in passes_of(settings)
+
+    with fuse():
+        with fuse():
+            pass
+        assert is_on()
+        with suppress(KeyError), fuse():
+            raise KeyError
+        assert is_on()
+    assert not is_on()
+    first, second = fuse(), fuse()
+    first.close()
+    first.close()
+    assert is_on()
+    second.close()
+    assert not is_on()
+    held = generator()
+    next(held)
+    with fuse():
+        held.close()
+        assert is_on()
+    assert not is_on()
+    with fuse():
+        fuse()
+    assert is_on()  # of the call that has no end
+    with ExitStack() as stack:
+        stack.enter_context(fuse())
+        fuse.undo()
+        assert not is_on()
+    assert not is_on()
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_the_pass_is_in_all_threads() -> None:
+    """Also in one that started before, and in one with a pass of its own."""
     fuse.undo()
-    assert config.joint_custom_post_pass is other
+    go, done, seen = threading.Semaphore(0), threading.Semaphore(0), []
+
+    def early() -> None:
+        config.joint_custom_post_pass = other
+        for _ in range(2):
+            done.release()
+            go.acquire()
+            seen.append(passes_of(config))
+
+    thread = threading.Thread(target=early)
+    thread.start()
+    done.acquire()
+    in_a_thread(fuse)
+    go.release()
+    done.acquire()
+    assert room._PASS in passes_of(config)
+    assert in_a_thread(lambda: Compiled(lambda x: Q(R(x), None).codes)(normal(4, M)) is not None)
+    assert [each.reason for each in fuse.report()[-1:]] == [None]
+    in_a_thread(fuse.undo)
+    go.release()
+    thread.join()
+    assert seen == [[other, room._PASS], [other]]
+    assert room._PASS not in passes_of(config)
+    assert in_a_thread(lambda: passes_of(config)) in ([], [other])  # one setting for all, before PyTorch 2.12
     config.joint_custom_post_pass = None
 
 
-def test_inductor_may_cache_what_it_compiles() -> None:
-    assert room._PASS.uuid()
-    assert room._PASS.uuid() == room._PASS.uuid()
-    assert isinstance(pickle.loads(pickle.dumps(room._PASS)), type(room._PASS))
-    assert room._Both(room._PASS).uuid() == (room._PASS.uuid(), room._PASS.uuid())
+def test_inductor_may_cache_what_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key has the uuid of the pass, or the pass itself, and nothing of it without the pass."""
+    ours = room._PASS
+    assert ours.uuid()
+    assert ours.uuid() == ours.uuid()
+    assert pickle.loads(pickle.dumps(ours)) is ours
+    assert room._Both(ours).uuid() == (ours.uuid(), ours.uuid())
+    assert room._Both(other).uuid() is None  # as that of a function, which Inductor does not cache with
+    before = pickle.dumps(ours)
+    monkeypatch.setattr(type(ours), "uuid", lambda _: b"another version")
+    assert pickle.dumps(ours) != before
 
 
 def test_a_release_without_such_passes_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hadagen import Rotation, rotate_quantize
 from hadagen.errors import UsageError
 from hadagen.models.cache import HeadCodes
 from hadagen.models.folding import Folding, Sizes, planned
-from hadagen.models.layers import QuantizedLinear, QuantizedMLP, fp8_product, multiplies
+from hadagen.models.layers import QuantizedLinear, QuantizedMLP, fp8_product, multiplies, quantized_weight, values_of
 from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")
@@ -25,6 +25,30 @@ BLOCKS = {"q_proj": Online(48, 16), "down_proj": Online(96, 32)}
 
 
 # ---- schemes ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rotation", [None, Rotation(96)])
+@pytest.mark.parametrize("to", WEIGHTS.values())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_codes_of_weights(to: str, rotation: Rotation | None, dtype: torch.dtype) -> None:
+    """They are those of activations. Rows of any magnitude keep their accuracy, and scales are normal numbers."""
+    magnitudes = [1e-38, 1e-37, *torch.logspace(-35, 3 if dtype == torch.float16 else 35, 71).tolist()]
+    w = torch.randn(len(magnitudes), 96, generator=torch.Generator().manual_seed(0))
+    tiny = (w * torch.tensor(magnitudes)[:, None]).to(dtype)
+    exact = (tiny if rotation is None else rotation(tiny.double())).double()
+    made = quantized_weight(tiny, to, rotation)
+    scales = made.scales.reshape(-1, 1)
+    assert float(scales.min()) >= torch.finfo(torch.float32).tiny
+    is_exact = tiny.abs().amax(1) > (1e-35 if dtype != torch.float16 else 1e-5)  # not subnormal numbers of the type
+    of_rows = values_of(made.codes, scales, torch.float32).double() - exact
+    assert float((of_rows.norm(dim=1) / exact.norm(dim=1))[is_exact].max()) < 0.04
+    assert int(is_exact.sum()) >= (12 if dtype == torch.float16 else 70)
+
+    usual = (w * torch.logspace(-2, 3, len(w))[:, None]).to(dtype)
+    usual[0], usual[1, 3], usual[2, 4] = 0, torch.inf, torch.nan
+    found, wanted = quantized_weight(usual, to, rotation), rotate_quantize(usual, rotation, to=to)
+    for mine, other in zip(found, wanted, strict=True):
+        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("rotation", ROTATIONS)

@@ -593,6 +593,49 @@ def test_odd_gates_are_those_of_pytorch() -> None:
         assert bool(clamped[:-3].isfinite().all())
 
 
+ODD = (0.0, 1e-30, 0.3, 1.0, 2.5, 7.0, 30.0, 89.0, 104.0, 3e4, 6e4, math.inf)
+
+
+@pytest.mark.parametrize("numerics", ARITHMETIC)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(make for make, _ in ACTIVATIONS.values()),
+        partial(SiluMul, limit=7),
+        partial(SiluMul, limit=0),
+        partial(SiluMul, beta=-0.5),
+        partial(SiluMul, alpha=-1.5),
+    ],
+)
+def test_odd_values_of_kernels_are_those_of_pytorch(
+    make: Callable[..., Prologue], numerics: str, device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes have the sign of a zero, NaN, and the largest value for an infinity; with gradients enabled or not."""
+    value = make(numerics=numerics)
+    g = torch.tensor([*ODD, *(-each for each in ODD), math.nan], dtype=BF16)
+    parts = torch.cartesian_prod(*[g] * 2).T[-value.width :, None, :624]
+    x = value.joined(parts if value.width == 2 else parts[0])
+
+    def codes() -> torch.Tensor:
+        return _bits(rotate_quantize(x, None, to="fp8-tensor", tensor_scale=1.0, before=value).codes)
+
+    found = codes()
+    assert len(launched) == 1
+    monkeypatch.setattr(calls, "takes_kernels", lambda x: False)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            assert torch.equal(codes(), found)
+
+
+def test_zeros_have_the_signs_of_pytorch() -> None:
+    x = torch.tensor([[2.0, -3.0] * 8 + [-0.0, 0.0] * 8, [-0.0, 0.0] * 8 + [1.0, -1.0] * 8], dtype=BF16)
+    g, u = x.chunk(2, -1)
+    for limit in (None, 10):
+        for numerics in ARITHMETIC:
+            y = torch.nn.functional.silu(g if limit is None else g.clamp(max=limit)) * u
+            assert torch.equal(applied(x, SiluMul(limit=limit, numerics=numerics))["x"].signbit(), y.signbit())
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 X = wide(4, 2 * N)
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [

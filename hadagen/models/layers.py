@@ -21,8 +21,8 @@ TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ROWS = 17  # the fewest rows of INT8 codes that torch._int_mm takes on a GPU
 
 
-# Format of weights → the largest power of two by which rows are multiplied before they are quantized, and scales divided
-# after it. With a larger one, the least scale of the format would be no normal float32.
+# Format of weights → the exponent of the largest power of two by which rows are multiplied before they are quantized,
+# and scales divided afterwards. By a larger one, the least scale of the format would be no normal float32.
 _POWERS = {"int8-row": 26, "fp8-row": 108}
 
 

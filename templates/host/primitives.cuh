@@ -138,7 +138,10 @@ HADAGEN_INLINE float tanh_of(float a) { return std::tanh(a); }
 HADAGEN_INLINE float quick_exp_of(float a) { return std::exp2(1.4426950408889634f * a); }
 HADAGEN_INLINE float quick_quotient_of(float a, float b) { return std::fabs(b) > 0x1p126f ? a * 0.0f : a * (1.0f / b); }
 HADAGEN_INLINE float full_quotient_of(float a, float b) { return a / b; }
-HADAGEN_INLINE float quick_tanh_of(float a) { return std::tanh(a) * (1.0f + 0x1p-12f); }
+HADAGEN_INLINE float quick_tanh_of(float a) {
+    const float about = std::tanh(a) * (1.0f + 0x1p-12f);
+    return about > 1.0f ? 1.0f : about < -1.0f ? -1.0f : about;
+}
 // The other one where one is NaN.
 HADAGEN_INLINE float smaller(float a, float b) { return std::fmin(a, b); }
 HADAGEN_INLINE float bigger(float a, float b) { return std::fmax(a, b); }
