@@ -14,9 +14,9 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `compare_tunes.py`. `data/fleet_h100.json` has the trials of one GPU and of two in the same time, by the command that it
 names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`.
 `data/resources_h100.csv` is written by `measure_resources.py`, `data/layer_h100.json` by `examples/layer.py`,
-`data/mlp_h100.json` by `examples/mlp.py`, `data/humming_h200.csv` by `ci/race.py`, and `data/decoder_h100.json` by `examples/decoder.py`.
-Our times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install '.[docs]'); checking does
-not.
+`data/mlp_h100.json` by `examples/mlp.py`, `data/decoder_h100.json` by `examples/decoder.py`, and
+`data/humming_h200.csv` by `ci/race.py`. Our times of pitched rows come from the shipped bundle. Drawing needs
+matplotlib (pip install '.[docs]'); checking does not.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
 modules `refresh_*.py` make the parts.

@@ -508,7 +508,7 @@ class Draft:
 
     @property
     def elements_in_memory(self) -> int:
-        """Elements from one tile to the next in memory: `tile_elements`, or those of a row that does not fill its tile."""
+        """Elements of a tile that lie in memory: all, or those of a row that does not fill its tile."""
         return self.problem.unit if self.problem.is_padded else self.tile_elements
 
     @property
