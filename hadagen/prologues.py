@@ -56,7 +56,7 @@ def SiluMul(
     alpha, beta: 1 and 0 for SiLU·mul. limit=7, alpha=1.702, beta=1 is the SwiGLU of gpt-oss.
     numerics: after which values it rounds to the type of x, and which functions it uses: "exact" rounds nothing before
         the rotation; "eager", "vllm", "sglang" and "inductor" give the bits of these, as docs/prologues.md says. Or an
-        `Arithmetic`.
+        `Arithmetic`. With alpha or beta, "eager" is not the bits of PyTorch, which rounds the result of each operation.
 
     Raises TypeError for a limit, alpha or beta that is no number, and `UsageError` for any other bad value. Source:
     `silu_and_mul`, `silu_and_mul_clamp` and `swigluoai_and_mul` in vLLM's csrc/activation_kernels.cu.
@@ -83,7 +83,8 @@ def Gelu(*, approximate: str = "none", numerics: str | Arithmetic = "exact") -> 
     """gelu(x), with a result of x's shape.
 
     approximate: "none": x · ½ · (1 + erf(x / √2)). "tanh": x · ½ · (1 + tanh(√(2/π) · (x + 0.044715 · x³))), as in
-        `torch.nn.functional.gelu`. "quick": x · sigmoid(1.702 · x).
+        `torch.nn.functional.gelu`. "quick": x · sigmoid(1.702 · x). PyTorch rounds the result of each operation of
+        "quick", but numerics="eager" rounds the last one alone.
     numerics: as for `SiluMul`. Raises `UsageError` for a bad value.
     """
     return _made(_gelu(approximate), False, "halves", numerics)

@@ -322,6 +322,17 @@ def test_a_given_scale_of_rows_that_are_copied(name: str, rows: Callable[[torch.
     assert difference(found, wanted) is None
 
 
+def test_a_given_scale_that_is_no_positive_number() -> None:
+    """Over 0, a 0 is 0, where PyTorch has NaN."""
+    x = torch.cat((normal(3, M), torch.zeros(1, M, dtype=BF16)))
+    compiled = Compiled(lambda x, s: by_given(R(x), s)[0])
+    for number in (0.0, -0.05, torch.inf, torch.nan):
+        s = torch.tensor(number)
+        wanted = by_given(R(x), s)[0].float()
+        wanted = wanted.nan_to_num(0.0) if number == 0 else wanted
+        torch.testing.assert_close(compiled(x, s).float(), wanted, rtol=1 / 8, atol=2**-9, equal_nan=True)
+
+
 @pytest.mark.parametrize("seed", [*range(500)])
 def test_random_graphs(seed: int) -> None:
     """Results, and arguments that are written to, are those of PyTorch, but for roundings."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor import config, custom_graph_pass
@@ -94,7 +94,7 @@ class _InAllThreads:
 
 
 def _add() -> None:
-    entry = config._config[_PLACE]
+    entry = cast(Any, config)._config[_PLACE]
     if isinstance(entry.user_override, ContextVar):
         entry.user_override = _InAllThreads(entry.user_override)
     elif not isinstance(entry.user_override, _InAllThreads):  # one setting for all threads
@@ -102,7 +102,7 @@ def _add() -> None:
 
 
 def _remove() -> None:
-    entry = config._config[_PLACE]
+    entry = cast(Any, config)._config[_PLACE]
     if isinstance(entry.user_override, _InAllThreads):
         entry.user_override = entry.user_override.setting
     elif not isinstance(entry.user_override, ContextVar):
