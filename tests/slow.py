@@ -73,6 +73,7 @@ SAMPLED = {
     "test_fusing.py::test_views_between": 3,
     "test_fusing.py::test_what_is_not_fused_is_said_and_stays": 3,
     "test_fusing.py::test_rows_are_those_that_inductor_computes": 0,
+    "test_isolated.py::test_what_such_variables_decide_is_the_same_in_tests": 0,
     "test_host_compiler.py::test_a_damaged_library_is_built_again": 0,
     "test_host_compiler.py::test_a_full_disk_is_not_taken_for_a_wrong_source": 0,
     "test_host_compiler.py::test_only_what_the_same_compiler_built_of_the_same_sources_is_found": 0,
