@@ -119,6 +119,7 @@ def pytest_collection_finish() -> None:
     # What was imported and collected stays to the end, and looking for garbage in it again and again takes time.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def _skip_without_chromium(config: pytest.Config, items: list[pytest.Item]) -> None:
