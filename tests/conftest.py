@@ -17,7 +17,7 @@ from fleet_cluster import cluster
 from hypothesis import HealthCheck, settings
 from postgres import postgres, postgres_server
 from sample_store import any_store, empty, empty_on_server, path, place, store
-from slow import slow_cases
+from slow import slow_cases, turn
 from sums import NEEDS_GPU_PROPERTY, SumUp
 from torch_releases import failing_here
 
@@ -94,6 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if failing.covers(item.nodeid):
                 item.add_marker(pytest.mark.xfail(reason=failing.why, strict=True))
+    if hasattr(config, "workerinput"):  # of xdist
+        items.sort(key=lambda item: turn(item.path.name))
     _skip_without_chromium(config, [item for item in items if item.get_closest_marker("chromium")])
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     for item in gpu_items:

@@ -17,7 +17,7 @@ import pytest
 import torch_releases
 import yaml
 from signing_keys import make_key
-from slow import SAMPLED, slow_cases
+from slow import LONGEST, SAMPLED, slow_cases, turn
 from sums import NEEDS_GPU_PROPERTY, lines
 from torch_releases import Failing, Listed, listed
 
@@ -89,6 +89,13 @@ def test_what_is_installed_is_not_installed_again_but_in_another_checkout(tmp_pa
     assert "venv" not in commands("test", tmp_path).replace(str(tmp_path), "")
     (tmp_path / "made").write_text("/elsewhere\n")
     assert "-m venv --clear" in commands("docs", tmp_path)
+
+
+@pytest.mark.parametrize("target", ["test", "long-test"])
+def test_long_files_come_first(target: str, tmp_path: Path) -> None:
+    assert all((ROOT / "tests" / file).exists() for file in LONGEST)
+    assert sorted([LONGEST[1], "test_plan.py", LONGEST[0]], key=turn) == [*LONGEST[:2], "test_plan.py"]
+    assert "--dist loadfile --no-loadscope-reorder" in commands(target, tmp_path, "PY=python3")
 
 
 @pytest.mark.parametrize("name", SAMPLED)
