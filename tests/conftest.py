@@ -118,7 +118,8 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_finish() -> None:
-    # What was imported and collected stays to the end, and looking for garbage in it again and again takes time.
+    # What was imported and collected stays to the end, and looking for garbage in it again and again takes time; so
+    # does looking in what tests make, which is little.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

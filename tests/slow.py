@@ -203,7 +203,30 @@ SAMPLED = {
 }
 
 # Files whose tests take longest, the longest first: the others fill what is left of the time of each process.
-LONGEST = ("test_cli_tune.py",)
+LONGEST = (
+    "test_mutations.py",
+    "test_emulator.py",
+    "test_cli_tune.py",
+    "test_fusing.py",
+    "test_tuner.py",
+    "test_transformers.py",
+    "test_quantizing_kernels.py",
+    "test_product.py",
+    "test_transfer.py",
+    "test_docs.py",
+    "test_costmodel.py",
+    "test_matrix_kernels.py",
+    "test_quantize.py",
+    "test_prologues.py",
+    "test_resume.py",
+    "test_archs.py",
+    "test_space.py",
+    "test_runtime_operator.py",
+    "test_rotation.py",
+    "test_make.py",
+    "test_cli.py",
+    "test_bundle.py",
+)
 
 
 def turn(file: str) -> int:
