@@ -113,7 +113,12 @@ def run(
                     start_new_session=True,
                 )
             )
-            at_end.push(lambda kind, *_: _kill(process) if kind else None)
+
+            def kill_at_an_exception(kind: object, *_: object) -> None:
+                if kind is not None:
+                    _kill(process)
+
+            at_end.push(kill_at_an_exception)
         while True:
             if stopped.is_set():
                 raise Stopped
