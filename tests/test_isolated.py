@@ -62,7 +62,7 @@ def test_a_session_of_tests_has_the_same_variables_whatever_is_set(tmp_path: Pat
 
 
 def test_what_such_variables_decide_is_the_same_in_tests(tmp_path: Path) -> None:
-    files = ("cache", "choose", "cli_width", "recipes", "batch_invariant")
+    files = ("cache", "choose", "cli_width", "owners", "recipes")
     command = [sys.executable, "-m", "pytest", "-qx", "-pno:cacheprovider", "-pno:xdist", "-mnot slow"]
     of_files = [f"tests/test_{each}.py" for each in files]
     environment = everything(tmp_path)
