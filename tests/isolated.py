@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 # Of hadagen but for its tests; of CIs; of what decides on colors, widths, languages and warnings; of what tests call.
@@ -29,6 +30,10 @@ _ROOM = 2 << 30  # bytes, several times what a run leaves behind
 def _isolate() -> None:
     for name in [name for name in os.environ if _REMOVED.fullmatch(name)]:
         del os.environ[name]
+    with suppress(ImportError):  # it sets these two for the processes of this one, and says nothing to Python
+        import readline  # noqa: F401
+    for name in ("COLUMNS", "LINES"):
+        os.unsetenv(name)
     if os.access(_IN_MEMORY, os.W_OK):
         system = os.statvfs(_IN_MEMORY)
         if system.f_bavail * system.f_frsize >= _ROOM and not system.f_flag & os.ST_NOEXEC:
