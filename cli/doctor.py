@@ -312,8 +312,8 @@ def _cuda_of_driver() -> int:
 def _cuda_of(bundle: Bundle) -> int:
     """The newest CUDA that assembled cubins of a bundle, such as 13; 0 if the cubins do not say. Only one cubin of each
     compiler is read."""
-    kernels = {entry.nvcc: entry.kernel for entry in bundle.all_entries() if entry.compiled}
-    return max((cuda_release(bundle.kernel(digest).cubin) or 0 for digest in kernels.values()), default=0)
+    kernels = bundle.compilers().values()
+    return max((cuda_release(bundle.kernel(digest).cubin) or 0 for digest in kernels), default=0)
 
 
 def _extra() -> str:
@@ -409,7 +409,7 @@ def _bundles() -> list[Check]:
 
 
 def _verified(bundle: Bundle) -> str:
-    bundle.verify()
+    bundle.verify_digests()
     gpus = ", ".join(gpu or "estimated" for gpu in bundle.gpus())
     return f"{bundle.path}: {bundle.arch}, {len(bundle.problems())} problems, {gpus}{oldest_driver(bundle)}"
 

@@ -28,15 +28,13 @@ BEST = ("best", "--arch", "sm90", "--dtype", "float16", "--rows", "8", "--n")
 
 
 @pytest.fixture
-def machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides GPUs and bundles, and what the user keeps. Compiled kernels are shared by all tests of a run."""
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides GPUs and bundles."""
 
     def no_device(index: int = 0) -> Environment:
         raise DeviceError("there is no GPU in this test; add one")
 
     hide_bundles(tmp_path, monkeypatch)
-    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.delenv("HADAGEN_DEBUG", raising=False)
     monkeypatch.setattr(measure, "device_environment", no_device)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 

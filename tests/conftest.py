@@ -1,5 +1,7 @@
 """What every test shares: reproducible hypothesis runs; tests that need a GPU or a browser say why they do not run."""
 
+import isolated  # isort: skip  # before all that reads variables when it is imported
+
 import gc
 import json
 import os
@@ -15,8 +17,8 @@ from fleet_cluster import cluster
 from hypothesis import HealthCheck, settings
 from postgres import postgres, postgres_server
 from sample_store import any_store, empty, empty_on_server, path, place, store
-from slow import slow_cases
-from sums import SumUp
+from slow import slow_cases, turn
+from sums import NEEDS_GPU_PROPERTY, SumUp
 from torch_releases import failing_here
 
 # Fixtures of every test. A session has one server, and one empty database, only if no other module imports them.
@@ -27,6 +29,7 @@ __all__ = [
     "empty",
     "empty_on_server",
     "fake_gpu",
+    "isolated",
     "machine",
     "path",
     "place",
@@ -43,16 +46,6 @@ settings.load_profile("hadagen")
 # Files that others could change are not used, and tests make many.
 os.umask(0o022)
 
-# PyTorch's threads wait for each other in a loop, which takes the CPU from other tests. Processes of tests inherit it.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Commands fold their sentences where it is set, as readline sets it for processes such as xdist's workers.
-os.environ.pop("COLUMNS", None)
-
-# Databases wait for the disk at every commit, so temporary files go where there is none.
-IN_MEMORY = "/dev/shm"
-ROOM = 2 << 30  # bytes, several times what a run leaves behind
-
 NEEDS_GPU = "needs a GPU: torch.cuda.is_available() is False"
 
 
@@ -66,10 +59,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if os.access(IN_MEMORY, os.W_OK):
-        system = os.statvfs(IN_MEMORY)
-        if system.f_bavail * system.f_frsize >= ROOM and not system.f_flag & os.ST_NOEXEC:
-            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", IN_MEMORY)
     if config.getoption("--next"):
         config.pluginmanager.register(SumUp(config))
 
@@ -105,8 +94,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if failing.covers(item.nodeid):
                 item.add_marker(pytest.mark.xfail(reason=failing.why, strict=True))
+    if hasattr(config, "workerinput"):  # of xdist
+        items.sort(key=lambda item: turn(item.path.name))
     _skip_without_chromium(config, [item for item in items if item.get_closest_marker("chromium")])
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    for item in gpu_items:
+        item.user_properties.append((NEEDS_GPU_PROPERTY, True))
     if not gpu_items or _has_gpu():
         return
     if config.getoption("--require-gpu"):
@@ -125,9 +118,11 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_finish() -> None:
-    # What was imported and collected stays to the end, and looking for garbage in it again and again takes time.
+    # What was imported and collected stays to the end, and looking for garbage in it again and again takes time; so
+    # does looking in what tests make, which is little.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def _skip_without_chromium(config: pytest.Config, items: list[pytest.Item]) -> None:

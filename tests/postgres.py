@@ -28,6 +28,7 @@ PASSWORD = "s3cret word/ü"  # needs escapes in a URL
 USER = "hadagen"
 SECONDS = 60  # for the server to start or to end
 ORDINARY_USER = "nobody"  # PostgreSQL refuses to run as root
+NEEDS_PSYCOPG = "needs psycopg, of the fleet extra"
 _PR_SET_PDEATHSIG = 1
 _SETTINGS = {
     "listen_addresses": "127.0.0.1",
@@ -61,6 +62,7 @@ class PostgresServer:
     """Listens on a free port of 127.0.0.1. Its databases are owned by `USER`, who has `PASSWORD`, and is superuser."""
 
     def __init__(self) -> None:
+        pytest.importorskip("psycopg", reason=NEEDS_PSYCOPG, exc_type=ImportError)
         self._programs = find_programs()
         self._folder = Path(tempfile.mkdtemp(prefix="hadagen-postgres-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
         self._process: subprocess.Popen[bytes] | None = None

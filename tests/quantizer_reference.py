@@ -48,10 +48,10 @@ class Quantized:
 
 def nearest(x: NDArray[Any], fraction: int, least_exponent: int) -> Reals:
     """The nearest value with so many bits of fraction, half to even, however large; subnormal below the exponent."""
-    x = np.asarray(x, np.float64)
-    exponent = np.maximum(np.frexp(x)[1] - 1, least_exponent)
-    step = np.ldexp(1.0, exponent - fraction)
     with np.errstate(invalid="ignore"):
+        x = np.asarray(x, np.float64)
+        exponent = np.maximum(np.frexp(x)[1] - 1, least_exponent)
+        step = np.ldexp(1.0, exponent - fraction)
         return np.where(np.isfinite(x), np.rint(x / step) * step, x)
 
 

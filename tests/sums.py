@@ -7,6 +7,8 @@ import pytest
 
 from hadagen.compiler.emulator import HostModule
 
+NEEDS_GPU_PROPERTY = "needs a GPU"  # of tests: a report's keywords have names and parameters of tests too
+
 
 class SumUp:
     """A plugin, also of each of xdist's workers, which count for the process that prints."""
@@ -44,7 +46,7 @@ def lines(stats: dict[str, list[Any]], exitstatus: int, emulated: int, following
     if emulated:
         yield f"Kernels that ran on the CPU, in the emulator: {emulated}."
     passed, skipped = (
-        sum("gpu" in getattr(report, "keywords", ()) for report in stats.get(outcome, ()))  # files have none
+        sum((NEEDS_GPU_PROPERTY, True) in _properties(report) for report in stats.get(outcome, ()))
         for outcome in ("passed", "skipped")
     )
     if passed:
@@ -55,3 +57,8 @@ def lines(stats: dict[str, list[Any]], exitstatus: int, emulated: int, following
         yield "To run only the tests that failed, add: PYTEST=--last-failed"
     if exitstatus == pytest.ExitCode.OK:
         yield f"Next: {following}."
+
+
+def _properties(report: Any) -> list[tuple[str, object]]:
+    """Those of a test; files have none, and xdist makes lists of them."""
+    return [tuple(each) for each in getattr(report, "user_properties", ())]

@@ -20,7 +20,7 @@ from hadagen.gpu.gpu_class import class_name
 from hadagen.integrations.host import Host, _needs
 from hadagen.integrations.sources import missing as lacking
 from hadagen.runtime.device import Device
-from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.bundle import Bundle, shipped
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -199,6 +199,17 @@ def test_the_doctor_finds_a_damaged_bundle() -> None:
     assert "\nbroken  bundle; see below\n" in result.stdout
     assert "\nbundle      broken " in result.stdout
     assert "is not a hadagen bundle" in unfolded(result.stdout)
+
+
+def test_the_doctor_reads_few_of_the_winners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the shipped bundles, whose winners are read in seconds: those of a kernel of each compiler."""
+    known = [Bundle.open(path) for path in shipped().values()]
+    monkeypatch.setattr("hadagen.runtime.bundles.known", lambda: known)
+    read: list[str] = []
+    monkeypatch.setattr("hadagen.tuning_db.bundle._timed", lambda trial, *_: read.append(trial["arch"]) or trial)
+    assert {check.state for check in doctor._bundles()} == {"ok"}
+    assert 0 < len(read) < 200
+    assert set(read) == {"sm90"}  # the only one with code
 
 
 def test_the_doctor_looks_for_the_hooks_of_other_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def test_the_scale_is_one_by_default_and_may_be_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1,), (8,), (3, 13), (2, 3, 64)])
+@pytest.mark.filterwarnings("ignore:rows of .* elements are padded")
 def test_the_reference(shape: tuple[int, ...]) -> None:
     x = normal(*shape).requires_grad_()
     y = fast.hadamard_transform_ref(x, 0.25)

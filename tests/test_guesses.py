@@ -236,6 +236,7 @@ def test_a_failure_is_remembered_and_pytorch_does_it(loader: Loader, monkeypatch
 
 
 @needs_nvrtc
+@pytest.mark.filterwarnings("ignore:the kernel cache .* is neither read nor written")
 @pytest.mark.parametrize("place", ["read-only", "open to others"])
 def test_where_nothing_can_be_written_pytorch_does_it(
     loader: Loader, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

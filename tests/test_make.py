@@ -18,8 +18,8 @@ import torch_releases
 import yaml
 from running import script
 from signing_keys import make_key
-from slow import SAMPLED, slow_cases
-from sums import lines
+from slow import LONGEST, SAMPLED, slow_cases, turn
+from sums import NEEDS_GPU_PROPERTY, lines
 from torch_releases import Failing, Listed, listed
 
 from hadagen.problem.target import known_archs
@@ -119,6 +119,13 @@ def test_what_is_installed_is_not_installed_again_but_in_another_checkout(tmp_pa
     assert "-m venv --clear" in commands("docs", tmp_path)
 
 
+@pytest.mark.parametrize("target", ["test", "long-test"])
+def test_long_files_come_first(target: str, tmp_path: Path) -> None:
+    assert all((ROOT / "tests" / file).exists() for file in LONGEST)
+    assert sorted([LONGEST[1], "test_plan.py", LONGEST[0]], key=turn) == [*LONGEST[:2], "test_plan.py"]
+    assert "--dist loadfile --no-loadscope-reorder" in commands(target, tmp_path, "PY=python3")
+
+
 @pytest.mark.parametrize("name", SAMPLED)
 def test_every_slow_test_exists(name: str) -> None:
     file, function = name.split("::")
@@ -148,20 +155,21 @@ def test_every_slow_test_runs_in_one_of_the_checks_of_a_change(tmp_path: Path) -
 @pytest.mark.parametrize("jobs", ["0", "2"])
 def test_the_last_lines_say_what_ran_and_what_comes_next(jobs: str) -> None:
     """Tests of a kernel and of a GPU, in one process or two."""
-    chosen = "infinity_comes_out_as_nan_where or gpu_laws"
-    files = "tests/test_emulator.py", "tests/test_gpu_laws.py"
+    chosen = "infinity_comes_out_as_nan_where or gpu_laws or (a_row_grants_nothing and gpu)"
+    files = "tests/test_emulator.py", "tests/test_gpu_laws.py", "tests/test_imports.py"
     command = [sys.executable, "-m", "pytest", f"-n{jobs}", "-pno:cacheprovider", "--next=make x", f"-k{chosen}"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     counted, ran, skipped, following = done.stdout.splitlines()[-4:]
-    assert "3 passed, 1 skipped" in counted
+    assert "4 passed, 1 skipped" in counted
     assert ran == "Kernels that ran on the CPU, in the emulator: 3."
     assert skipped == "Tests that need a GPU: 1 skipped. On a machine with a GPU, run: make gpu-test"
     assert following == "Next: make x."
 
 
 def test_the_last_lines_say_what_to_do_about_failures_and_nothing_after_an_interruption() -> None:
-    of_gpu, other = SimpleNamespace(keywords={"gpu": 1}), SimpleNamespace(keywords={})
+    of_gpu = SimpleNamespace(user_properties=[(NEEDS_GPU_PROPERTY, True)])
+    other = SimpleNamespace(user_properties=[], keywords={"gpu": 1})
     stats = {"passed": [of_gpu, of_gpu, other], "failed": [other]}
     ran = ["Tests that need a GPU: 2 passed."]
     assert list(lines(stats, 1, 0, "make x")) == [*ran, "To run only the tests that failed, add: PYTEST=--last-failed"]

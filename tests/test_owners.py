@@ -169,7 +169,8 @@ def image(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_user_of_an_image_may_own_what_a_container_uses(image: Path) -> None:
+def test_the_user_of_an_image_may_own_what_a_container_uses(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HADAGEN_CACHE")  # which tests have
     for place in (image, image / ".cache" / "hadagen", image / "missing"):
         assert fault_of(place) == ""
     assert cache_root() == image / ".cache" / "hadagen"

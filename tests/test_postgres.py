@@ -5,18 +5,18 @@ What a store and claims do on both kinds of database is tested in test_store.py,
 
 import signal
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Thread
 
 import optuna
-import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from fake_search import TRIALS, FakeRunner, options, problems, processes, search_and_die
-from postgres import PostgresServer
+from postgres import NEEDS_PSYCOPG, PostgresServer
 from sample_store import assert_each_once
 from sample_trials import make_kernel, make_trial, times
 from sqlalchemy import Engine, MetaData, create_engine, event, text
@@ -29,6 +29,8 @@ from hadagen.tuner.search import tune
 from hadagen.tuning_db import database, postgresql, schema
 from hadagen.tuning_db.claims import Claims
 from hadagen.tuning_db.store import Store
+
+psycopg = pytest.importorskip("psycopg", reason=NEEDS_PSYCOPG, exc_type=ImportError)
 
 FORMATS = Path(__file__).parent / "formats"
 EARLIER = [f"{number:04}" for number in range(1, int(schema.SCHEMA_VERSION))]
@@ -148,6 +150,12 @@ def test_a_server_that_cannot_be_used_is_one_sentence(postgres_server: PostgresS
         (f"postgresql://hadagen@{at}/postgres?password=s3cret", "hadagen:***@"),
     ):
         assert said in refusal(url), url
+
+
+def test_without_psycopg_no_server_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(pytest.skip.Exception, match="needs psycopg, of the fleet extra"):
+        PostgresServer()
 
 
 def test_a_user_without_rights_is_one_sentence(postgres_server: PostgresServer, postgres: str) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import fake_nvrtc
 import pytest
@@ -54,6 +55,21 @@ def test_what_runs_is_killed_at_ctrl_c(tmp_path: Path, hung: list[str]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     Thread(target=interrupt).start()
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        run(hung)
+    gone(tmp_path)
+
+
+def test_what_has_just_started_is_killed_too(tmp_path: Path, hung: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that starts runs before `Popen` returns."""
+
+    class Slow(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            wait_until((tmp_path / "pids").exists)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Slow)
     with interruptible(), pytest.raises(KeyboardInterrupt):
         run(hung)
     gone(tmp_path)

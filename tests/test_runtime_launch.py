@@ -71,6 +71,7 @@ def test_views(name: str, device: EmulatedDevice) -> None:
     assert torch.equal(whole, normal(6, 4, 64, dtype=HALF)), "written outside of x"
 
 
+@pytest.mark.filterwarnings("ignore:rows of 100 elements are padded")
 @pytest.mark.parametrize("served", [tuple(Rows), (Rows.CONTIGUOUS,), (Rows.PITCHED,), ()], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("columns", [1, 2, 3, 48, 64, 65, 100, 127])

@@ -393,6 +393,7 @@ def test_compiled_autograd_of_an_eager_call(inplace: bool) -> None:
     torch.testing.assert_close(x.grad, 16 * x.detach())
 
 
+@pytest.mark.filterwarnings("ignore:rows of 1000 elements are padded")
 def test_compile_once_where_the_scale_depends_on_the_shape() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -15,8 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """All that the site is made of, without the files of other kinds to which its pages link."""
-    hidden = shutil.ignore_patterns("data", "__pycache__")
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=hidden)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("data", "__pycache__"))
+    for folder in ("docs", "docs/site"):
+        (tmp_path / folder / "__pycache__").mkdir()
+        (tmp_path / folder / "__pycache__" / "hooks.cpython-311.pyc").touch()
     for page in ROOT.glob("*.md"):
         shutil.copy(page, tmp_path)
     for name in ("tests", "examples", "CITATION.cff"):
@@ -38,7 +40,10 @@ def test_links_lead_to_pages_of_the_site(tree: Path) -> None:
     assert 'href="quickstart.html"' in (site / "index.html").read_text()  # README.md has docs/quickstart.md
     assert 'href="../contributing.html"' in (site / "internals" / "architecture.html").read_text()
     assert "<code>tests/test_kills.py</code>" in (site / "reliability.html").read_text()
-    assert not list(site.rglob("*.csv"))
+    published = {path.suffix for path in site.rglob("*") if path.is_file()}
+    assert published <= {".css", ".gz", ".html", ".js", ".json", ".map", ".png", ".svg", ".xml"}
+    commands = (site / "commands.html").read_text()
+    assert '<code>hadagen emit <span class="word">--n</span> 4096</code>' in commands  # no line ends after its hyphens
 
 
 def test_a_dead_link_or_a_page_without_an_entry_is_an_error(tree: Path) -> None:

@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"\[([^\[\]]*)\]\((?!https?:)([^()#\s]+)(#[^()\s]*)?\)")
 
+CODE = re.compile(r"(?s)<pre.*?</pre>|<code>([^<]*)</code>")
+WITH_HYPHENS = re.compile(r"(?<!\S)(?=\S*-)\S{1,28}(?!\S)")  # options; what is longer may break where it must
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that lie outside of docs."""
@@ -38,3 +41,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"`{name}`"
 
     return LINK.sub(link, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keeps words of code on one line, which browsers break after each hyphen."""
+
+    def keep(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return found[0]
+        return "<code>" + WITH_HYPHENS.sub(r'<span class="word">\g<0></span>', found[1]) + "</code>"
+
+    return CODE.sub(keep, html)

@@ -12,11 +12,12 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event, Lock, current_thread, main_thread
+from types import FrameType
 
 from hadagen.errors import ToolchainError
 
@@ -95,31 +96,55 @@ def run(
     if folder is not None:
         variables["TMPDIR"] = str(folder)
     deadline = time.monotonic() + seconds
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        # A group of its own can be killed as one. Ctrl-C does not reach it, where it would look like a failure.
-        start_new_session=True,
-    ) as process:
-        try:
-            while True:
-                if stopped.is_set():
-                    raise Stopped
-                if time.monotonic() > deadline:
+    with ExitStack() as at_end:
+        with _interrupts_later():
+            process = at_end.enter_context(
+                subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    encoding="utf-8",
+                    errors="replace",
+                    # A group of its own can be killed as one. Ctrl-C does not reach it, where it would look like a
+                    # failure.
+                    start_new_session=True,
+                )
+            )
+
+            def kill_at_an_exception(kind: object, *_: object) -> None:
+                if kind is not None:
                     _kill(process)
-                    return Finished(-signal.SIGKILL, "", f"took more than {seconds:g} s")
-                with suppress(subprocess.TimeoutExpired):
-                    log, _ = process.communicate(timeout=_POLL_SECONDS)
-                    return Finished(process.returncode, log)
-        except BaseException:
-            _kill(process)
-            raise
+
+            at_end.push(kill_at_an_exception)
+        while True:
+            if stopped.is_set():
+                raise Stopped
+            if time.monotonic() > deadline:
+                _kill(process)
+                return Finished(-signal.SIGKILL, "", f"took more than {seconds:g} s")
+            with suppress(subprocess.TimeoutExpired):
+                log, _ = process.communicate(timeout=_POLL_SECONDS)
+                return Finished(process.returncode, log)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """What Ctrl-C does, it does at the end: within, nobody could end a program that has just started."""
+    known = signal.getsignal(signal.SIGINT)
+    if not callable(known) or current_thread() is not main_thread():
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, known)
+        if came:
+            known(signal.SIGINT, came[0])
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

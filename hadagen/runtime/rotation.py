@@ -358,7 +358,7 @@ class Rotation(SealedModule):
         if not isinstance(data, Mapping):
             raise UsageError(f"data is a {type(data).__name__}; pass what to_dict returned")
         try:
-            name, factors = data["matrix"], list(data["factors"])
+            name, factors = data["matrix"], [dict(each) for each in data["factors"]]
             options = {key: data[key] for key in ("n", "block", "signs", "signs_after")}
             orders = tuple(each["order"] for each in factors)
             if name == _GIVEN:

@@ -149,7 +149,8 @@ def hadamard(x: Reals, scale: float = 1.0) -> Reals:
     while width < n:
         halves = y.reshape(-1, n // (2 * width), 2, width)
         even, odd = halves[:, :, 0], halves[:, :, 1]
-        y = np.stack((even + odd, even - odd), axis=2)
+        with np.errstate(invalid="ignore"):  # of infinities
+            y = np.stack((even + odd, even - odd), axis=2)
         width *= 2
     return y.reshape(x.shape) * scale
 
