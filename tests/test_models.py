@@ -61,7 +61,7 @@ def test_the_rotation_follows_from_the_codes() -> None:
         ({"online": {"down_proj": 96}}, "online = .* has no rotations"),
         ({"online": {"fc1": {"n": 96, "block": None}}}, "names the layer 'fc1', which is not known"),
         ({"online": {"down_proj": {"n": 97 * 31, "block": None}}}, "n"),
-        ({"version": 2}, "has version 2; this hadagen reads version 1"),
+        ({"version": 1}, "has version 1; this hadagen reads version 2"),
         ({"quant_method": "awq"}, "is not of hadagen; its quant_method must be hadagen"),
         ({"bits": 8}, "has bits, which is not known"),
     ],

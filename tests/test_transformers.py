@@ -25,6 +25,7 @@ from hadagen.errors import UsageError
 from hadagen.integrations import transformers as integration
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+from hadagen.models.modules import RotatedLinear
 from hadagen.models.scheme import CACHES, LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +85,7 @@ def test_the_layers_are_those_with_codes(folder: Path) -> None:
     assert isinstance(model.model.layers[1].mlp.gate_proj, QuantizedLinear)
     for name in (*ignore, "model.layers.0.self_attn.o_proj"):
         if name != "o_proj":
-            assert type(model.get_submodule(name)) is torch.nn.Linear
+            assert type(model.get_submodule(name)) is RotatedLinear
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert not model.config.tie_word_embeddings
     assert not any(each.requires_grad for each in model.parameters())
@@ -383,20 +384,20 @@ def test_a_configuration_that_is_wrong_is_one_sentence(folder: Path) -> None:
     with pytest.raises(UsageError, match="weights = 'int5' is not known"):
         HadagenConfig("int5")
     path = folder / "config.json"
-    stored = HadagenConfig().to_dict() | {"version": 2}
+    stored = HadagenConfig().to_dict() | {"version": 1}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
-    with pytest.raises(UsageError, match="has version 2; this hadagen reads version 1"):
+    with pytest.raises(UsageError, match="has version 1; this hadagen reads version 2"):
         load(folder)
 
 
 def test_floats_in_place_of_codes_are_one_sentence(folder: Path) -> None:
     plain, model = load(folder), load(folder, quantization_config=HadagenConfig(rotation=None))
-    names = {"mlp": "model.layers.0.mlp.gate_up_proj", "self_attn": "model.layers.0.self_attn.q_proj"}
+    names = {"mlp": "model.layers.0.mlp.gate_proj", "self_attn": "model.layers.0.self_attn.q_proj"}
     before = logits(model)
     for part, name in names.items():
         state = {key: each for key, each in plain.state_dict().items() if f".{part}." in key}
         with pytest.raises(
-            UsageError, match=f"^{name}.weight has the type float32, but the layer has codes of int8; load"
+            UsageError, match=rf"^{name}.weight is float32 \[.*\], but the layer has codes in int8 \[.*, 1\]; load"
         ):
             model.load_state_dict(state, strict=False)
     assert torch.equal(logits(model), before)
