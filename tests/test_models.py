@@ -14,7 +14,7 @@ from hadagen import Rotation, rotate_quantize
 from hadagen.errors import UsageError
 from hadagen.models.cache import HeadCodes
 from hadagen.models.folding import Folding, Sizes, planned
-from hadagen.models.layers import QuantizedLinear, QuantizedMLP, fp8_product, multiplies
+from hadagen.models.layers import QuantizedLinear, QuantizedMLP, fp8_product, multiplies, unmerged
 from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")
@@ -293,7 +293,9 @@ def test_the_mlp_is_its_layers(weights: str, activations: str) -> None:
     exact = silu(linear(x, plain["gate_proj"], gate.bias)) * linear(x, plain["up_proj"], up.bias)
     assert error(mlp(x), linear(exact, plain["down_proj"], down.bias)) < 0.1
 
-    state = mlp.state_dict()
+    assert list(mlp.state_dict()) == [name for name, _ in mlp.named_parameters()]
+    model = torch.nn.ModuleDict({"mlp": mlp})
+    state = {name.removeprefix("mlp."): each for name, each in unmerged(model).items()}
     names = [f"{name}.{part}" for name, each in zip(plain, (gate, up, down), strict=True) for part in each.state_dict()]
     assert sorted(state) == sorted(names)
     assert torch.equal(state["up_proj.weight"].view(torch.uint8), up.weight.view(torch.uint8))

@@ -22,7 +22,7 @@ from hadagen.integrations.host import SWITCH, Changed
 from hadagen.integrations.host import TRANSFORMERS as HOST
 from hadagen.integrations.transformers_cache import quantize_cache
 from hadagen.models.folding import Sizes, planned
-from hadagen.models.layers import HELD, QuantizedLinear, check_values
+from hadagen.models.layers import HELD, QuantizedLinear, check_values, unmerged
 from hadagen.models.modules import check, guard, insert, merge, place_rotations, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
 from hadagen.models.stored import NAMES, check_files, check_scheme, checksum_of
@@ -120,12 +120,12 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
             )
         return super().get_new_dtype(converter, param, dtype)
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        """Nothing that changes what `save_pretrained` writes, but for the checksum in its configuration."""
-        names = set(model.state_dict()) - set(model.all_tied_weights_keys)
-        checksum = checksum_of({name: each for name, each in model.state_dict().items() if name in names})
-        self.quantization_config._take(replace(self.quantization_config.scheme, checksum=checksum))
-        return None, {}
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """The tensors that `save_pretrained` writes. Their checksum goes into the configuration."""
+        state = {name: each for name, each in unmerged(model).items() if name not in model.all_tied_weights_keys}
+        scheme = replace(self.quantization_config.scheme, checksum=checksum_of(state))
+        self.quantization_config._take(scheme)
+        return state, {}
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any

@@ -77,6 +77,10 @@ class Checkpoint:
             found.setdefault(file, []).append(name)
         return dict(sorted(found.items()))
 
+    def paths(self) -> list[Path]:
+        """Its files of tensors."""
+        return [self.folder / file for file in self.shards()]
+
     def get(self, name: str) -> torch.Tensor:
         """A tensor, whose memory is mapped to its file. Raises `StorageError` if it is not there."""
         with self._reader(name) as reader:

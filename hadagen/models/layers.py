@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class QuantizedLinear(torch.nn.Module):
     @property
     def codes(self) -> torch.Tensor:
         """The codes of the weight, [out, in]."""
-        return self.weight.squeeze(-1)
+        return self.weight.view(self.out_features, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.activations is None:
@@ -141,12 +141,8 @@ class QuantizedLinear(torch.nn.Module):
         """Raises `UsageError` for tensors that are no codes and scales of this layer, which PyTorch might cast."""
         given = {name: state_dict[f"{prefix}{name}"] for name in HELD if f"{prefix}{name}" in state_dict}
         for name, tensor in given.items():
-            held = getattr(self, name)
-            if held is not None and (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
-                raise UsageError(
-                    f"{prefix}{name} is {_kind(tensor)}, but the layer has codes in {_kind(held)}; load the state dict "
-                    "of a model that was quantized in the same way"
-                )
+            if getattr(self, name) is not None:
+                _check_is_alike(f"{prefix}{name}", tensor, getattr(self, name))
         check_values(prefix, given)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
@@ -177,6 +173,14 @@ def _are_codes(tensor: torch.Tensor) -> bool:
     if tensor.dtype == torch.int8:
         return int(tensor.min()) > -128
     return int((tensor.view(torch.uint8) & 0x7F).max()) < 0x7F
+
+
+def _check_is_alike(name: str, tensor: torch.Tensor, held: torch.Tensor) -> None:
+    if (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
+        raise UsageError(
+            f"{name} is {_kind(tensor)}, but the layer has codes in {_kind(held)}; load a folder by from_pretrained, or "
+            "the state dict of a model that was quantized in the same way"
+        )
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -236,90 +240,64 @@ def capability(device: torch.device) -> int:
 
 
 # ---- the MLP ---------------------------------------------------------------------------------------------------------
-_JOINED = ("weight", "weight_scale", "bias")
-_BOTH = "_hadagen_both"  # an attribute of parameters that are parts of one tensor: the layer with the whole tensors
+_PARTS = ("gate_proj", "up_proj")
+_MERGED = ("weight", "weight_scale", "bias")
 
 
 class QuantizedMLP(torch.nn.Module):
     """down(SiLU(gate(x)) · up(x)): one product for gate and up, and one kernel that multiplies, rotates and quantizes.
 
-    Weights of gate_proj and up_proj lie one behind the other in memory, so one product reads both. If another program
-    gives them other places, for instance to offload them, each has its own product, until the module is moved or copied.
+    Its layers are gate_up_proj and down_proj, whose codes are [1, out, in]. So no program loads a part of the tensors of
+    a folder, where gate_proj and up_proj have tensors of their own.
     """
 
     def __init__(self, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = gate, up, down
+        self.gate_up_proj, self.down_proj = merged(gate, up), down
         down.before = prologues.SiluMul()
-        self._join()
+        for layer in (self.gate_up_proj, down):
+            layer.weight = _held(layer.weight.data.movedim(-1, 0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self._both()
-        y = torch.cat((self.gate_proj(x), self.up_proj(x)), -1) if both is None else both(x)
-        return self.down_proj(y)  # type: ignore[no-any-return]
-
-    def _parts(self) -> list[torch.nn.Parameter]:
-        found = (getattr(part, name) for part in (self.gate_proj, self.up_proj) for name in (*_JOINED, "input_scale"))
-        return [part for part in found if part is not None]
-
-    def _both(self) -> QuantizedLinear | None:
-        """The layer with the outputs of gate_proj, then those of up_proj, if their weights lie together."""
-        if _is_exporting():  # which knows the parameters of modules alone
-            return None
-        gate, up = self.gate_proj, self.up_proj
-        both: QuantizedLinear | None = getattr(gate.weight, _BOTH, None)
-        if both is None or any(getattr(part, _BOTH, None) is not both for part in self._parts()):
-            return None
-        if torch.compiler.is_compiling():
-            return both
-        is_called = gate._forward_hooks or gate._forward_pre_hooks or up._forward_hooks or up._forward_pre_hooks
-        return None if is_called or both.weight.data_ptr() != gate.weight.data_ptr() else both
-
-    def _join(self) -> None:
-        """Put the weights of gate_proj and up_proj one behind the other."""
-        gate, up = self.gate_proj, self.up_proj
-        if len({part.device for part in self._parts()}) > 1 or self._both() is not None:
-            return
-        both = copy.copy(gate)
-        both._parameters = dict(gate._parameters)
-        both.out_features = gate.out_features + up.out_features
-        for name in _JOINED:
-            halves = [getattr(part, name) for part in (gate, up)]
-            if halves[0] is not None:
-                whole = _cat([half.data for half in halves])
-                setattr(both, name, _held(whole))
-                for part, half in zip((gate, up), whole.split([len(half) for half in halves]), strict=True):
-                    setattr(part, name, _held(half))
-        for each in self._parts():
-            setattr(each, _BOTH, both)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedMLP:
-        super()._apply(fn, recurse)
-        self._join()
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        self._join()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Raises `UsageError` if gate_proj and up_proj, which have one input, get two scales for it."""
-        check_one_input(prefix, {part: state_dict.get(f"{prefix}{part}.input_scale") for part in ("gate_proj", "up_proj")})
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        return self.down_proj(self.gate_up_proj(x))  # type: ignore[no-any-return]
 
 
-def check_one_input(prefix: str, scales: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise `UsageError` if layers with the same input have other scales of it. scales: layer → scale."""
-    known = {name: float(scale) for name, scale in scales.items() if scale is not None and not scale.is_meta}
-    if len(set(known.values())) > 1:
+def merged(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedLinear:
+    """One layer with the outputs of gate, then those of up, which take the same input. It takes the place of both."""
+    if gate.input_scale is not None and up.input_scale is not None:
+        _check_one_input("", dict(zip(_PARTS, (gate.input_scale, up.input_scale), strict=True)))
+    for name in _MERGED:
+        both = [getattr(each, name) for each in (gate, up)]
+        setattr(gate, name, None if both[0] is None else _held(_cat([each.data for each in both])))
+    gate.out_features += up.out_features
+    return gate
+
+
+def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model as folders have them, with gate_proj and up_proj in place of each gate_up_proj."""
+    state = model.state_dict()
+    for module in [name for name, each in model.named_modules() if isinstance(each, QuantizedMLP)]:
+        for layer, name in product(("gate_up_proj", "down_proj"), (*_MERGED, "input_scale")):
+            tensor = state.pop(f"{module}.{layer}.{name}", None)
+            if tensor is None:
+                continue
+            tensor = tensor.movedim(0, -1) if name == "weight" else tensor
+            parts = {"down_proj": tensor}
+            if layer == "gate_up_proj":
+                halves = tensor.chunk(2) if tensor.dim() else (tensor, tensor.clone())
+                parts = dict(zip(_PARTS, halves, strict=True))
+            state |= {f"{module}.{part}.{name}": each for part, each in parts.items()}
+    return state
+
+
+def _check_one_input(prefix: str, scales: Mapping[str, torch.Tensor]) -> None:
+    """Raise `UsageError` if gate_proj and up_proj, which have one input, have two scales for it."""
+    found = [float(each) for each in scales.values() if not each.is_meta]
+    if len(set(found)) > 1:
         raise UsageError(
-            f"{prefix[:-1]} has input_scale {known}, but these layers have one input; quantize the model again"
+            f"{prefix}gate_proj and up_proj have one input, but input_scale is {found[0]} and {found[1]}; quantize the "
+            "model again"
         )
-
-
-def _is_exporting() -> bool:
-    """Whether a module is exported. PyTorch before 2.7 says only that it is compiled."""
-    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # type: ignore[no-any-return]
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.functional import embedding, linear
 
 from hadagen.errors import UsageError
 from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, NORMS, Folding, Sizes, finite
@@ -96,7 +97,12 @@ _WHY = 'the model is rotated, so {} of the original model do not fit; quantize i
 class RotatedLinear(torch.nn.Module):
     """A linear layer without codes in a rotated model. It is no `torch.nn.Linear`, so no adapter takes it for one."""
 
-    forward = torch.nn.Linear.forward
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _refuse_parametrizations(self)
+        return linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return _WHY.format("adapters")
@@ -105,8 +111,13 @@ class RotatedLinear(torch.nn.Module):
 class RotatedEmbedding(torch.nn.Module):
     """An embedding in a rotated model. It is no `torch.nn.Embedding`, so no adapter takes it for one."""
 
-    forward = torch.nn.Embedding.forward
+    weight: torch.Tensor
+    padding_idx: int | None
     extra_repr = RotatedLinear.extra_repr
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        _refuse_parametrizations(self)
+        return embedding(tokens, self.weight, self.padding_idx)
 
 
 def guard(model: torch.nn.Module, scheme: Scheme) -> None:
@@ -124,15 +135,27 @@ def guard(model: torch.nn.Module, scheme: Scheme) -> None:
         layer.register_load_state_dict_pre_hook(_refuse_copies)
     if whole:
         model.get_submodule(EMBEDDING.partition(".")[0]).register_forward_pre_hook(_refuse_embeddings, with_kwargs=True)
+        for name in ("load_adapter", "add_adapter"):  # of transformers
+            setattr(model, name, _refuse_adapters)
+
+
+def _refuse_adapters(*_: Any, **__: Any) -> None:
+    raise UsageError(_WHY.format("adapters"))
+
+
+def _refuse_parametrizations(layer: torch.nn.Module) -> None:
+    if "parametrizations" in layer._modules:  # as PEFT adapts parameters
+        _refuse_adapters()
 
 
 def _refuse_copies(layer: torch.nn.Module, state: Any, prefix: str, *_: Any) -> None:
     if any(f".{name}." in f".{prefix}" for name in _ADAPTED):
-        raise UsageError(_WHY.format("adapters"))
+        _refuse_adapters()
 
 
 def _refuse_embeddings(model: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    if options.get("inputs_embeds") is not None:
+    given = any(isinstance(each, torch.Tensor) and each.dim() == 3 for each in arguments)
+    if given or options.get("inputs_embeds") is not None:
         raise UsageError(_WHY.format("inputs_embeds"))
 
 

@@ -73,7 +73,9 @@ def check_is_whole(found: Mapping[str, Kind], sizes: Sizes, kind: str, scheme: S
             fix = "name a model that is not quantized, with" if scheme is None else "quantize the model again, for"
             raise UsageError(f"{name} has the type {stored_type}; {fix} {' or '.join(types)}")
         if stored_shape != shape:
-            raise UsageError(f"{name} has the shape {stored_shape}, but {CONFIG} says {shape}; take both from one model")
+            raise UsageError(
+                f"{name} has the shape {stored_shape}, but {CONFIG} says {shape}; take both from one model"
+            )
     for name in found:
         is_known = name in wanted or (name == HEAD and scheme is None) or name.endswith(_BUFFERS)
         if not is_known:
@@ -83,7 +85,9 @@ def check_is_whole(found: Mapping[str, Kind], sizes: Sizes, kind: str, scheme: S
             )
 
 
-def _wanted(found: Mapping[str, Kind], sizes: Sizes, scheme: Scheme | None) -> dict[str, tuple[tuple[str, ...], list[int]]]:
+def _wanted(
+    found: Mapping[str, Kind], sizes: Sizes, scheme: Scheme | None
+) -> dict[str, tuple[tuple[str, ...], list[int]]]:
     """Tensor → its possible types, and its shape. Biases and norms of heads are wanted where they are found."""
     inputs, outputs = sizes.inputs(), sizes.outputs()
     wanted: dict[str, tuple[tuple[str, ...], list[int]]] = {LAST_NORM: (FLOATS, [sizes.width])}
