@@ -12,7 +12,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 SCHEME = ("weights", "activations", "rotation", "seed", "ignore", "cache")  # what a program says of a scheme
-VALUES: tuple[Any, ...] = (None, True, False, 0, 1, -1, 2, 3, 8, 96, 1.5, float("nan"), "", "fp8", "heads", [], ["q_proj"], {})
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    8,
+    96,
+    1.5,
+    float("nan"),
+    "",
+    "fp8",
+    "heads",
+    [],
+    ["q_proj"],
+    {},
+)
 
 
 def paths(config: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -29,7 +48,9 @@ def change_config(config: dict[str, Any], draw: random.Random) -> str:
     for name in path[:-1]:
         held = held[name]
     old = held[path[-1]]
-    near = [old + 1, old - 1, 2 * old, old // 2] if type(old) is int else [f"{old}x", old[:-1]] if type(old) is str else []
+    near = (
+        [old + 1, old - 1, 2 * old, old // 2] if type(old) is int else [f"{old}x", old[:-1]] if type(old) is str else []
+    )
     if draw.random() < 0.2:
         del held[path[-1]]
         return f"without {path}"
@@ -50,7 +71,9 @@ def _poke(value: float) -> Callable[..., None]:
 
     def change(tensors: dict[str, torch.Tensor], name: str, draw: random.Random) -> None:
         new = tensors[name].clone()
-        flat = new.view(-1) if new.dtype.is_floating_point and new.dtype.itemsize > 1 else new.view(-1).view(torch.uint8)
+        flat = (
+            new.view(-1) if new.dtype.is_floating_point and new.dtype.itemsize > 1 else new.view(-1).view(torch.uint8)
+        )
         at = draw.randrange(len(flat))
         flat[at] = value if flat.dtype != torch.uint8 else int(flat[at]) ^ draw.choice((1, 64, 128, 127))
         tensors[name] = new
@@ -69,7 +92,9 @@ def _rename(tensors: dict[str, torch.Tensor], name: str, draw: random.Random) ->
 
 
 def _add(tensors: dict[str, torch.Tensor], name: str, draw: random.Random) -> None:
-    tensors[f"{name.rpartition('.')[0]}.{draw.choice(('bias', 'input_scale', 'weight_scale', 'extra'))}"] = torch.rand(48)
+    tensors[f"{name.rpartition('.')[0]}.{draw.choice(('bias', 'input_scale', 'weight_scale', 'extra'))}"] = torch.rand(
+        48
+    )
 
 
 def _typed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

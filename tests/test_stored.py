@@ -22,7 +22,12 @@ from hadagen.integrations.transformers import HadagenConfig
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMES: dict[str, dict[str, Any]] = {
     "int8": {},
-    "fp8": {"weights": "fp8", "rotation": "heads", "cache": "int8", "ignore": ["lm_head", "model.layers.1.mlp.up_proj"]},
+    "fp8": {
+        "weights": "fp8",
+        "rotation": "heads",
+        "cache": "int8",
+        "ignore": ["lm_head", "model.layers.1.mlp.up_proj"],
+    },
     "blocks": {"rotation": "blocks", "activations": None},
 }
 
@@ -50,10 +55,13 @@ def outcome(folder: Path, wanted: list[Any]) -> str:
     try:
         found = logits(load(folder))
     except HadagenError as error:
-        assert "\n" not in str(error)
-        return "refused"
+        return "several lines" if "\n" in str(error) else "refused"
     except Exception as error:
-        own = [each.filename for each in traceback.extract_tb(error.__traceback__) if str(ROOT / "hadagen") in each.filename]
+        own = [
+            each.filename
+            for each in traceback.extract_tb(error.__traceback__)
+            if str(ROOT / "hadagen") in each.filename
+        ]
         last = traceback.extract_tb(error.__traceback__)[-1].filename
         return f"a fault of hadagen: {error!r}" if own and str(ROOT / "hadagen") in last else "refused by transformers"
     for make in wanted:
@@ -88,9 +96,9 @@ def changed(seed: int, written: Any, folder: Path) -> tuple[str, str]:
     return f"{name}: {done}", outcome(folder / "codes", wanted)
 
 
-@pytest.mark.parametrize("chunk", range(20))
+@pytest.mark.parametrize("chunk", range(125))
 def test_a_changed_folder_is_right_or_refused(chunk: int, written: Any, tmp_path: Path) -> None:
-    found = {seed: changed(seed, written, tmp_path) for seed in range(50 * chunk, 50 * chunk + 50)}
+    found = {seed: changed(seed, written, tmp_path) for seed in range(8 * chunk, 8 * chunk + 8)}
     print(Counter(end for _, end in found.values()))
     bad = {seed: each for seed, each in found.items() if each[1] not in ("right", "refused", "refused by transformers")}
     assert not bad

@@ -178,8 +178,8 @@ def _are_codes(tensor: torch.Tensor) -> bool:
 def _check_is_alike(name: str, tensor: torch.Tensor, held: torch.Tensor) -> None:
     if (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
         raise UsageError(
-            f"{name} is {_kind(tensor)}, but the layer has codes in {_kind(held)}; load a folder by from_pretrained, or "
-            "the state dict of a model that was quantized in the same way"
+            f"{name} is {_kind(tensor)}, but the layer has codes in {_kind(held)}; load a folder by from_pretrained, "
+            "or the state dict of a model that was quantized in the same way"
         )
 
 
@@ -247,7 +247,7 @@ _MERGED = ("weight", "weight_scale", "bias")
 class QuantizedMLP(torch.nn.Module):
     """down(SiLU(gate(x)) · up(x)): one product for gate and up, and one kernel that multiplies, rotates and quantizes.
 
-    Its layers are gate_up_proj and down_proj, whose codes are [1, out, in]. So no program loads a part of the tensors of
+    Its layers are gate_up_proj and down_proj, whose codes are [1, out, in]. So no program loads some of the tensors of
     a folder, where gate_proj and up_proj have tensors of their own.
     """
 

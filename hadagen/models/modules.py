@@ -127,7 +127,7 @@ def guard(model: torch.nn.Module, scheme: Scheme) -> None:
     for name, layer in model.named_modules():
         short = name.rpartition(".")[2]
         if isinstance(layer, torch.nn.Linear) and (short in turned or (whole and f"{name}.weight" == HEAD)):
-            layer.__class__ = RotatedLinear
+            layer.__class__ = RotatedLinear  # type: ignore[assignment]
         elif whole and f"{name}.weight" == EMBEDDING:
             layer.__class__ = RotatedEmbedding
         elif not (whole and (short in NORMS.values() or f"{name}.weight" == LAST_NORM)):

@@ -1,7 +1,7 @@
 """What a folder of a model holds, and whether it is what hadagen would take or write.
 
-A folder of codes is right, or it is refused: other names, types or shapes than its scheme and sizes ask for, and tensors
-that were changed since they were written, of which the files have checksums.
+A folder of codes is right, or it is refused, for instance if its tensors have other names, types or shapes than its
+scheme and sizes ask for, or another checksum than its configuration has.
 """
 
 from __future__ import annotations
