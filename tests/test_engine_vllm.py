@@ -297,7 +297,7 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
 # ---- both ------------------------------------------------------------------------------------------------------------
 def test_rotations_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
     """Each of two ranks has 3 of 6 blocks of down_proj, and 1 of 2 of o_proj. Of the transforms, a rank
-    has 1 of 2 heads of R2 too, and the whole input of R5. One scale for all activations does not depend on the ranks."""
+    has 1 of 2 heads of R2 too, and the whole input of R5. One scale of all activations is that of each rank."""
     tokens = (
         transformed(tmp_path / "transformed", block=32),
         quantized(tmp_path / "quantized", "fp8", "fp8-tensor", "blocks", width=256),
