@@ -300,8 +300,12 @@ def test_the_mlp_is_its_layers(weights: str, activations: str) -> None:
     assert sorted(state) == sorted(names)
     assert torch.equal(state["up_proj.weight"].view(torch.uint8), up.weight.view(torch.uint8))
     other = QuantizedMLP(*layers(2))
-    other.load_state_dict(state)
+    other.load_state_dict(mlp.state_dict())
     assert torch.equal(other(x), mlp(x))
+    with pytest.raises(
+        UsageError, match=r"down_proj.weight is .*; load a folder by from_pretrained, or the state dict"
+    ):
+        other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("change", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float64)])

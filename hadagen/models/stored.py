@@ -48,6 +48,12 @@ def check_scheme(scheme: Scheme, sizes: Sizes) -> None:
             f"quantization_config has online = {shown(found)}, but rotation {shown(scheme.rotation)} of this model "
             f"needs {shown(wanted)}; {_AGAIN}"
         )
+    # Another cache needs no other weights.
+    if scheme.rotation != "blocks" and (scheme.head is None) != (scheme.rotation is None):
+        raise UsageError(
+            f"quantization_config has rotation {shown(scheme.rotation)} and head {scheme.head}, which do not go "
+            f"together; {_AGAIN}"
+        )
     if scheme.head not in (None, sizes.head):
         raise UsageError(
             f"quantization_config has heads of {scheme.head}, but {CONFIG} says {sizes.head}; take both from one model"
