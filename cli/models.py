@@ -189,8 +189,8 @@ def _loaded(folder: Path, device: torch.device) -> Any:
     import transformers
 
     from hadagen.integrations.transformers import HadagenConfig
-    from hadagen.models.checkpoint import CONFIG
     from hadagen.models.json_file import read_json
+    from hadagen.models.stored import CONFIG
 
     if read_json(folder / CONFIG).get("quantization_config"):
         HadagenConfig()  # raises the reason if transformers would not know it

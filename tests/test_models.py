@@ -14,7 +14,7 @@ from hadagen import Rotation, rotate_quantize
 from hadagen.errors import UsageError
 from hadagen.models.cache import HeadCodes
 from hadagen.models.folding import Folding, Sizes, planned
-from hadagen.models.layers import QuantizedLinear, QuantizedMLP, fp8_product, multiplies
+from hadagen.models.layers import QuantizedLinear, QuantizedMLP, fp8_product, multiplies, unmerged
 from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")
@@ -61,7 +61,7 @@ def test_the_rotation_follows_from_the_codes() -> None:
         ({"online": {"down_proj": 96}}, "online = .* has no rotations"),
         ({"online": {"fc1": {"n": 96, "block": None}}}, "names the layer 'fc1', which is not known"),
         ({"online": {"down_proj": {"n": 97 * 31, "block": None}}}, "n"),
-        ({"version": 2}, "has version 2; this hadagen reads version 1"),
+        ({"version": 1}, "has version 1; this hadagen reads version 2"),
         ({"quant_method": "awq"}, "is not of hadagen; its quant_method must be hadagen"),
         ({"bits": 8}, "has bits, which is not known"),
     ],
@@ -293,13 +293,19 @@ def test_the_mlp_is_its_layers(weights: str, activations: str) -> None:
     exact = silu(linear(x, plain["gate_proj"], gate.bias)) * linear(x, plain["up_proj"], up.bias)
     assert error(mlp(x), linear(exact, plain["down_proj"], down.bias)) < 0.1
 
-    state = mlp.state_dict()
+    assert list(mlp.state_dict()) == [name for name, _ in mlp.named_parameters()]
+    model = torch.nn.ModuleDict({"mlp": mlp})
+    state = {name.removeprefix("mlp."): each for name, each in unmerged(model).items()}
     names = [f"{name}.{part}" for name, each in zip(plain, (gate, up, down), strict=True) for part in each.state_dict()]
     assert sorted(state) == sorted(names)
     assert torch.equal(state["up_proj.weight"].view(torch.uint8), up.weight.view(torch.uint8))
     other = QuantizedMLP(*layers(2))
-    other.load_state_dict(state)
+    other.load_state_dict(mlp.state_dict())
     assert torch.equal(other(x), mlp(x))
+    with pytest.raises(
+        UsageError, match=r"down_proj.weight is .*; load a folder by from_pretrained, or the state dict"
+    ):
+        other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("change", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float64)])

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from hadagen.errors import StorageError, UsageError, shortened, shown
-from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, NORMS, Folding, Sizes, finite, planned, vocabulary_of
+from hadagen.models.folding import EMBEDDING, HEAD, Folding, Sizes, finite, planned, vocabulary_of
 from hadagen.models.json_file import read_json, write_json
 from hadagen.models.layers import codes_of
-from hadagen.models.output import UNFINISHED, output
+from hadagen.models.output import output
 from hadagen.models.scheme import Scheme
+from hadagen.models.stored import CONFIG, UNFINISHED, Kind, check_is_whole, checksum_of_files, opened
 
-CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAFETENSORS = ".safetensors"
 # What is copied by the ends of names: tokenizers and their code, chat templates, settings of generation.
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
@@ -33,9 +34,6 @@ _OF_WEIGHTS = {
     *(CONFIG, "adapter_config.json", "params.json"),
     *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
 }
-# What rotations leave as it is, by the ends of names.
-_UNROTATED = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight", ".rotary_emb.inv_freq")
-_FLOATS = ("F16", "BF16", "F32")
 # The files of a model in one file, if it needs another for the scales of activations.
 FIRST_OF_TWO, SCALES = "model-00001-of-00002.safetensors", "model-input-scales.safetensors"
 # (a folder with the weights in codes, and activations as they are) → the scales, by the names of their tensors
@@ -93,13 +91,17 @@ class Checkpoint:
             found.setdefault(file, []).append(name)
         return dict(sorted(found.items()))
 
+    def paths(self) -> list[Path]:
+        """Its files of tensors."""
+        return [self.folder / file for file in self.shards()]
+
     def get(self, name: str) -> torch.Tensor:
         """A tensor, whose memory is mapped to its file. Raises `StorageError` if it is not there."""
         with self._reader(name) as reader:
             return _of_file(reader.get_tensor, name, self.folder)  # type: ignore[no-any-return]
 
-    def shape(self, name: str) -> tuple[str, list[int]]:
-        """The type, as safetensors name it, and the shape of a tensor."""
+    def kind(self, name: str) -> Kind:
+        """The type and the shape of a tensor."""
         with self._reader(name) as reader:
             part = _of_file(reader.get_slice, name, self.folder)
             return part.get_dtype(), part.get_shape()
@@ -121,14 +123,6 @@ def _of_file(get: Callable[[str], Any], name: str, folder: Path) -> Any:
         return get(name)
     except SafetensorError as error:
         raise StorageError(f"{folder} has no tensor {name} ({shortened(str(error))}); download it again") from None
-
-
-def opened(path: Path) -> Any:
-    """A reader of safetensors, as a context. Raises `StorageError` for a file that is none."""
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise StorageError(f"{path} cannot be read ({shortened(str(error))}); get the file again") from None
 
 
 # ---- a new checkpoint ------------------------------------------------------------------------------------------------
@@ -199,7 +193,7 @@ def _folding(stored: Checkpoint, scheme: Scheme, device: torch.device | str) -> 
         )
     if sizes.tied and HEAD in stored.files and not torch.equal(stored.get(HEAD), stored.get(EMBEDDING)):
         sizes = replace(sizes, tied=False)  # as transformers loads it
-    _check_is_whole(stored, sizes)
+    check_is_whole({name: stored.kind(name) for name in stored.files}, sizes, stored.config["model_type"])
     return Folding(planned(scheme, sizes), sizes, device)
 
 
@@ -216,38 +210,8 @@ def _complete(folder: Path, config: dict[str, Any], scheme: Scheme, files: Mappi
     if {*files.values()} != {ONE_FILE}:
         total = sum((folder / file).stat().st_size for file in set(files.values()))
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+    scheme = replace(scheme, checksum=checksum_of_files(folder / file for file in set(files.values())))
     write_json(folder / CONFIG, config | {"quantization_config": scheme.to_dict()})
-
-
-def _check_is_whole(stored: Checkpoint, sizes: Sizes) -> None:
-    """Raises `StorageError` if a tensor is missing, and `UsageError` if one has another type or shape than the
-    configuration says, or may read or write the residual stream without our knowledge."""
-    inputs = sizes.inputs()
-    outputs = {"q_proj": sizes.heads * sizes.head, "gate_proj": sizes.inner, "up_proj": sizes.inner}
-    outputs |= dict.fromkeys(("k_proj", "v_proj"), sizes.kv_heads * sizes.head)
-    shapes: dict[str, list[int]] = {LAST_NORM: [sizes.width]}
-    for at in range(sizes.layers):
-        layer = f"model.layers.{at}"
-        shapes |= {f"{layer}.{norm}.weight": [sizes.width] for norm in NORMS.values()}
-    for layer, name in sizes.linears().items():
-        length = outputs.get(name, sizes.width)
-        shapes[f"{layer}.weight"] = [length, inputs[name]]
-        if f"{layer}.bias" in stored.files:
-            shapes[f"{layer}.bias"] = [length]
-    for name in (EMBEDDING, *([] if sizes.tied else [HEAD])):
-        shapes[name] = [stored.shape(EMBEDDING)[1][0], sizes.width]
-    for name, expected in shapes.items():
-        kind, shape = stored.shape(name)
-        if kind not in _FLOATS:
-            raise UsageError(f"{name} has the type {kind}; name a model that is not quantized, with {_FLOATS}")
-        if shape != expected:
-            raise UsageError(f"{name} has the shape {shape}, but {CONFIG} says {expected}; take both from one model")
-    unknown = [name for name in stored.files if name not in shapes and name != HEAD and not name.endswith(_UNROTATED)]
-    if unknown:
-        raise UsageError(
-            f"{unknown[0]} is no part of a {stored.config['model_type']} that predicts tokens, so how to rotate it is "
-            "not known; name a model without it"
-        )
 
 
 def _made(folding: Folding, stored: Checkpoint, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -257,7 +221,7 @@ def _made(folding: Folding, stored: Checkpoint, name: str) -> Iterator[tuple[str
         module, _, part = made.rpartition(".")
         if part == "weight" and folding.scheme.is_quantized(module):
             codes, scales = codes_of(tensor.float(), folding.scheme.weights)
-            yield made, codes.cpu()
+            yield made, codes.cpu()[..., None]
             yield f"{made}_scale", scales.cpu()
         else:
             yield made, finite(made, tensor.to("cpu", stored.get(name).dtype).contiguous())

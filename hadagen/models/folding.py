@@ -104,13 +104,32 @@ class Sizes:
 
     def linears(self) -> dict[str, str]:
         """The name of each quantized layer → its last component."""
-        parts = {name: "self_attn" if name in _ATTENTION else "mlp" for name in LAYERS}
-        return {f"model.layers.{at}.{parts[name]}.{name}": name for at in range(self.layers) for name in LAYERS}
+        return {f"model.layers.{at}.{_part_of(name)}.{name}": name for at in range(self.layers) for name in LAYERS}
+
+    def is_linear(self, name: str) -> bool:
+        """Whether a layer of this name, or of this last component of a name, can be quantized."""
+        start, _, short = name.rpartition(".")
+        if not start:
+            return short in LAYERS
+        at = start.removeprefix("model.layers.").partition(".")[0]
+        known = at.isdecimal() and start == f"model.layers.{at}.{_part_of(short)}" and int(at[:9]) < self.layers
+        return known and short in LAYERS
 
     def inputs(self) -> dict[str, int]:
         """The length of the input of each quantized layer."""
         lengths = {"o_proj": self.heads * self.head, "down_proj": self.inner}
         return {name: lengths.get(name, self.width) for name in LAYERS}
+
+    def outputs(self) -> dict[str, int]:
+        """The length of the output of each quantized layer."""
+        lengths = {"q_proj": self.heads * self.head, "gate_proj": self.inner, "up_proj": self.inner}
+        lengths |= dict.fromkeys(("k_proj", "v_proj"), self.kv_heads * self.head)
+        return {name: lengths.get(name, self.width) for name in LAYERS}
+
+
+def _part_of(name: str) -> str:
+    """The part of a decoder layer that has a linear layer."""
+    return "self_attn" if name in _ATTENTION else "mlp"
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int:
@@ -141,7 +160,7 @@ def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
     of such rows, and for a name in `ignore` that is no layer of the model.
     """
     for name in scheme.ignore:
-        if name not in {"lm_head", *LAYERS, *sizes.linears()}:
+        if name != "lm_head" and not sizes.is_linear(name):
             raise UsageError(f"ignore names {shown(name)}, which is no linear layer; {choice(name, LAYERS)}")
     if scheme.cache:
         HeadCodes(scheme.cache, sizes.head)
@@ -156,7 +175,7 @@ def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
     if scheme.rotates_values:
         is_needed = scheme.cache or scheme.rotation == "heads"
         _check_rotation("head_dim", sizes.head, "a head of v_proj", "none" if is_needed else "blocks")
-    return replace(scheme, online=online)
+    return replace(scheme, online=online, head=sizes.head if scheme.rotates_values else None)
 
 
 def _check_rotation(name: str, n: int, what: str, other: str) -> None:

@@ -24,12 +24,12 @@ from safetensors.torch import save_file
 
 from hadagen.errors import HadagenError, StorageError, UsageError, shown
 from hadagen.models.json_file import read_json, write_json
+from hadagen.models.stored import UNFINISHED
 from hadagen.owners import make_folder
 from hadagen.tuning_db.atomic_file import atomic_file, unwritable
 from hadagen.tuning_db.lock_file import sole
 
-# In a folder that is not complete: the plan, and the lock of the process that writes.
-UNFINISHED, LOCK = "hadagen-quantize.json", "hadagen-quantize.lock"
+LOCK = "hadagen-quantize.lock"  # of the process that writes, beside the plan
 _MADE = "made"  # in the plan: file → its size, its digest, and the types and shapes of its tensors
 _TEMPORARY = ".hadagen-*"
 _BLOCK = 1 << 20
