@@ -469,7 +469,7 @@ def test_what_cannot_be_quantized_is_one_sentence(plain: Path, tmp_path: Path) -
 
     config = json.loads((plain / CONFIG).read_text())
     for change, message, code in (
-        ({"model_type": "gpt2"}, "model_type 'gpt2' cannot be quantized; name a model of one of the types llama", 2),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' cannot be quantized; choose one of llama", 2),
         ({"quantization_config": {"quant_method": "awq"}}, "is quantized already by 'awq'; name one", 2),
         ({"intermediate_size": 64}, "has the shape [96, 48], but config.json says [64, 48]; take both", 2),
         ({"num_hidden_layers": 3}, "has no tensor model.layers.2.input_layernorm.weight; download the whole", 1),
@@ -620,7 +620,7 @@ def test_a_width_without_a_rotation_names_what_has_it_and_a_way_out(change: dict
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "llama4", "Llama", 5, None, ["llama"]])
 def test_another_architecture_is_no_misspelling(kind: Any) -> None:
-    with pytest.raises(UsageError, match="cannot be quantized; name a model of one of the types llama, mistral, "):
+    with pytest.raises(UsageError, match="cannot be quantized; choose one of llama, mistral, "):
         Sizes.of({"model_type": kind})
 
 

@@ -81,10 +81,8 @@ class Sizes:
         """The sizes in a `config.json`. Raises `UsageError` for a model that cannot be rotated."""
         kind = config.get("model_type")
         if kind not in MODEL_TYPES:
-            raise UsageError(
-                f"model_type {shown(kind)} cannot be quantized; name a model of one of the types "
-                f"{', '.join(MODEL_TYPES)}"
-            )
+            known = ", ".join(MODEL_TYPES)  # another architecture is no misspelling of one of these
+            raise UsageError(f"model_type {shown(kind)} cannot be quantized; choose one of {known}")
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UsageError(f"hidden_act {shown(config['hidden_act'])} cannot be quantized; only silu can")
         if given := config.get("quantization_config"):
