@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.output import counted, print_json, print_table, say
 from hadagen.cli.sentences import keeping
-from hadagen.errors import UsageError, shown
+from hadagen.errors import DeviceError, HadagenError, UsageError, shortened, shown
 from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Scheme
 
 if TYPE_CHECKING:
@@ -83,16 +85,23 @@ def quantize(
     which transformers and vLLM load with hadagen. The memory of one file of
     MODEL is enough. The same command continues a run that was killed.
     """
-    from hadagen.models.checkpoint import convert
+    from hadagen.models.checkpoint import Checkpoint, convert
 
     ignored = (*Scheme.ignore, *ignore)
     scheme = Scheme(weights, _name(activations), _name(rotation), seed, ignored, cache=_name(cache))
     place = _device(device)
-    measure = partial(_scales, _tokens(model, calibrate, CALIBRATION), place) if calibrate else None
-    with keeping():
+    stored = Checkpoint(model)
+    measure = None
+    if calibrate:
+        from hadagen.models.evaluate import check_vocabulary
+
+        tokens = _tokens(model, calibrate, CALIBRATION)
+        check_vocabulary(tokens, stored.config.get("vocab_size"))
+        measure = partial(_scales, tokens, place)
+    with keeping(), _calculating(place):
         for file, is_kept in convert(model, out, scheme, device=place, progress=counted, calibrate=measure):
             say(f"{file}: {'kept' if is_kept else 'written'}", err=True)
-    before, after = (sum(path.stat().st_size for path in each.glob("*.safetensors")) for each in (model, out))
+    before, after = (sum(size for size, _ in each.states().values()) for each in (stored, Checkpoint(out)))
     say(f"{out} has {after / 1e6:.0f} MB of weights, in place of {before / 1e6:.0f} MB")
 
 
@@ -109,7 +118,8 @@ def evaluate(
     """Measure how well a model predicts a text.
 
     Prints the perplexity of MODEL, a folder with safetensors and
-    tokenizer.json. With --against, prints that of the other model too, and
+    tokenizer.json. It is exp of the mean loss, which --json gives too; of a bad
+    model it may be too large for a number, or not a number. With --against, prints that of the other model too, and
     the share of positions at which both find the same next token most likely.
     """
     import torch
@@ -125,20 +135,37 @@ def evaluate(
     rows: list[dict[str, Any]] = []
     expected: Figures | None = None
     for folder in folders:
-        found = measured(_loaded(folder, place), tokens, partial(counted, doing=folder.name))
+        loaded = _loaded(folder, place)
+        with _calculating(place, Exception):
+            found = measured(loaded, tokens, partial(counted, doing=folder.name))
+        del loaded
         agreement = None if expected is None else found.agreement(expected)
-        rows.append({"model": str(folder), "perplexity": found.perplexity, "same_top": agreement})
+        measures = {"loss": found.loss, "perplexity": found.perplexity, "same_top": agreement}
+        rows.append({"model": str(folder), **measures})
         expected = found
     if as_json:
-        print_json({"windows": len(tokens), "tokens": tokens.numel(), "rows": rows})
+        # JSON has neither NaN nor infinities.
+        known = [{name: None if _is_no_number(each) else each for name, each in row.items()} for row in rows]
+        print_json({"windows": len(tokens), "tokens": tokens.numel(), "rows": known})
         return
     headers = ["model", "perplexity", *(["same first choice"] if against else [])]
-    cells = [[row["model"], f"{row['perplexity']:.3f}", _percent(row["same_top"])] for row in rows]
+    cells = [[row["model"], _perplexity(row), _percent(row["same_top"])] for row in rows]
     print_table(headers, [each[: len(headers)] for each in cells])
 
 
 def _name(given: str) -> str | None:
     return None if given == _NONE else given
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _perplexity(row: dict[str, Any]) -> str:
+    """Such as 12.345, 1.23e+09, e^9210.34 where float64 ends, inf or nan."""
+    if math.isfinite(row["loss"]) and not math.isfinite(row["perplexity"]):
+        return f"e^{row['loss']:.2f}"
+    return f"{row['perplexity']:.3f}" if row["perplexity"] < 1e7 else f"{row['perplexity']:.3g}"
 
 
 def _percent(share: float | None) -> str:
@@ -158,17 +185,46 @@ def _scales(tokens: torch.Tensor, device: torch.device, folder: Path) -> dict[st
 
 
 def _loaded(folder: Path, device: torch.device) -> Any:
-    """The model of a folder, by transformers."""
+    """The model of a folder, by transformers. Raises `UsageError` for a folder that transformers cannot load."""
     import transformers
 
     from hadagen.integrations.transformers import HadagenConfig
-    from hadagen.models.checkpoint import CONFIG, read_json
+    from hadagen.models.json_file import read_json
+    from hadagen.models.stored import CONFIG
 
     if read_json(folder / CONFIG).get("quantization_config"):
         HadagenConfig()  # raises the reason if transformers would not know it
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     dtype = "float32" if device.type == "cpu" else "auto"  # CPUs multiply 16-bit types slowly
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)  # type: ignore[arg-type]
+    options = {"dtype": dtype, "trust_remote_code": False, "local_files_only": True, "output_loading_info": True}
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    try:
+        model, found = load(folder, **options)
+        if missing := sorted(found["missing_keys"]):  # which transformers fills with random numbers
+            raise UsageError(f"{folder} has no tensor {missing[0]}; download the whole model")
+        return model.to(device)
+    except HadagenError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(
+            f"transformers cannot load {folder} ({shortened(reason, 200)}); name a folder that it loads"
+        ) from error
+
+
+@contextmanager
+def _calculating(device: torch.device, kind: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Around what PyTorch calculates, for which memory may be too small. kind: of the errors that it may raise."""
+    try:
+        yield
+    except HadagenError:
+        raise
+    except (MemoryError, kind) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DeviceError(
+            f"PyTorch cannot calculate this on {device} ({shortened(reason, 200)}); use another --device, or one with "
+            "more memory"
+        ) from error
 
 
 def _device(name: str) -> torch.device:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -22,6 +23,7 @@ from hadagen.problem.problem import Problem
 from hadagen.report.names import format_name
 
 Item = TypeVar("Item")
+LINE_SECONDS = 60.0  # between two lines on how far a command is, at least
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -118,9 +120,14 @@ def _parts(widths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def counted(items: Sequence[Item], doing: str) -> Iterator[Item]:
-    """The items, with a bar on a terminal's stderr that shows how many are done."""
+    """The items. A bar on a terminal's stderr shows how many are done, and elsewhere a line in each minute does."""
     if not sys.stderr.isatty():
-        yield from items
+        said = time.monotonic()
+        for done, item in enumerate(items, 1):
+            yield item
+            if time.monotonic() - said >= LINE_SECONDS:
+                say(f"{doing}: {done} of {len(items)}", err=True)
+                said = time.monotonic()
         return
     with click.progressbar(items, label=doing, file=sys.stderr, show_pos=True) as shown:
         yield from shown

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hadagen.cli.output import clock_text, fraction_text, say
+from hadagen.cli.output import LINE_SECONDS, clock_text, fraction_text, say
 from hadagen.compiler.toolchain import BuildFailure
 from hadagen.problem.launch import Source
 from hadagen.problem.problem import Problem
@@ -41,7 +41,6 @@ from hadagen.tuner.pipeline import Build
 if TYPE_CHECKING:
     from hadagen.fleet.client import FleetState
 
-LINE_SECONDS = 60.0  # between two lines of text, at least
 FEW_TRIALS = 4  # too few to tell the rate from
 
 

@@ -68,6 +68,7 @@ SAMPLED = {
     "test_examples.py::test_a_layer_with_one_kernel_equals_the_layer_in_pieces": 0,
     "test_examples.py::test_a_decoder_with_rotated_codes_gives_nearly_the_same_logits": 0,
     "test_extremes.py::test_the_edges_of_a_type": 14,
+    "test_stored.py::test_a_changed_folder_is_right_or_refused": 125,
     "test_structures.py::test_groups_are_as_small_as_chunks_that_meet_from_the_exchange_on": 5,
     "test_kills.py::test_broken_kernels_end_as_what_they_are_and_spoil_nothing_else": 0,
     "test_fleet.py::test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does": 0,

@@ -13,6 +13,9 @@ from vllm_program import PROMPT, TOKENS
 
 import hadagen
 from hadagen import Rotation
+from hadagen.models.folding import Sizes, planned
+from hadagen.models.scheme import Scheme
+from hadagen.models.stored import checksum_of_files
 
 VLLM = os.environ.get("HADAGEN_TEST_VLLM", "")
 pytestmark = pytest.mark.skipif(not VLLM, reason="needs vLLM: run make engine-test")
@@ -35,12 +38,17 @@ def run(*arguments: str | Path, **environment: str) -> Any:
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line[:1] in "[{" and line))
 
 
-def small_llama() -> Any:
+def small_llama(width: int = 64) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    sizes = {"vocab_size": 128, "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2}
+    heads = {
+        "head_dim": 32,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
     config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False, dtype="float32")
     with torch.device("cpu"):
         model = LlamaForCausalLM(config).float().eval().requires_grad_(False)
@@ -63,11 +71,13 @@ def save(folder: Path, model: Any, quantization: dict[str, Any], tensors: dict[s
     from safetensors.torch import save_file
 
     folder.mkdir()
-    config = json.loads(model.config.to_json_string()) | {"quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     save_file(
         {name: each.detach().clone().contiguous() for name, each in tensors.items()}, folder / "model.safetensors"
     )
+    if quantization["quant_method"] == "hadagen" and quantization["checksum"] is None:
+        quantization = quantization | {"checksum": checksum_of_files([folder / "model.safetensors"])}
+    config = json.loads(model.config.to_json_string()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     return folder
 
 
@@ -177,21 +187,25 @@ class Quantized(torch.nn.Module):
 
 
 def quantized(
-    folder: Path, weights: str, activations: str | None, block: int | None = None, /, **changes: Any
+    folder: Path,
+    weights: str,
+    activations: str | None,
+    rotation: str = "quarot",
+    ignore: tuple[str, ...] = ("lm_head",),
+    /,
+    width: int = 64,
+    **changes: Any,
 ) -> list[int]:
-    """Write a checkpoint as hadagen does, and return its tokens.
-
-    block: of the rotation of down_proj. changes: of the quantization_config.
-    """
-    model = small_llama()
-    n = model.config.intermediate_size
-    scheme = {"quant_method": "hadagen", "version": 1, "weights": weights, "activations": activations, "seed": 0}
-    scheme |= {"rotation": "quarot", "ignore": ["lm_head"], "online": {"down_proj": {"n": n, "block": block}}}
+    """Write a checkpoint as hadagen does, and return its tokens. changes: of the quantization_config."""
+    model = small_llama(width)
+    made_scheme = planned(Scheme(weights, activations, rotation, 0, ignore), Sizes.of(model.config.to_dict()))
+    scheme = made_scheme.to_dict()
     tensors = dict(model.state_dict())
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-            made = Quantized(layer, scheme, Rotation(n, block=block) if name.endswith("down_proj") else None)
-            tensors |= {f"{name}.weight": made.weight, f"{name}.weight_scale": made.scale}
+        if isinstance(layer, torch.nn.Linear) and made_scheme.is_quantized(name):
+            online = made_scheme.online_of(name)
+            made = Quantized(layer, scheme, online.rotation() if online else None)
+            tensors |= {f"{name}.weight": made.weight[..., None], f"{name}.weight_scale": made.scale}
             if made.input_scale is not None:
                 tensors[f"{name}.input_scale"] = made.input_scale
             model.set_submodule(name, made)
@@ -244,7 +258,7 @@ def test_adapters_of_checkpoints_that_do_not_rotate_hidden_states(
 
     original = greedy
     monkeypatch.setitem(globals(), "greedy", adapted)
-    tokens = quantized(tmp_path / "model", "fp8", "fp8-row", 32, rotation="blocks")
+    tokens = quantized(tmp_path / "model", "fp8", "fp8-row", "blocks")
     (tmp_path / "adapter").mkdir()
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["down_proj"]}
@@ -252,19 +266,26 @@ def test_adapters_of_checkpoints_that_do_not_rotate_hidden_states(
     assert run("adapted", tmp_path / "model", tmp_path / "adapter")["tokens"] == tokens
 
 
+REFUSED = ("permuted", "newer", "unknown", "longer", "mixed", "ignored", "changed")
+
+
 def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
     transformed(tmp_path / "permuted", randomize=True)
-    quantized(tmp_path / "newer", "fp8", "fp8-row", version=2)
+    quantized(tmp_path / "newer", "fp8", "fp8-row", version=3)
     quantized(tmp_path / "unknown", "fp8", "fp8-row", activations="int3-row")
     quantized(tmp_path / "longer", "fp8", "fp8-row", online={"down_proj": {"n": 384, "block": None}})
-    quantized(tmp_path / "mixed", "fp8", "fp8-row", ignore=["lm_head", "up_proj"])
+    quantized(tmp_path / "mixed", "fp8", "fp8-row", "quarot", ("lm_head", "up_proj"))
+    quantized(tmp_path / "ignored", "fp8", "fp8-row", ignore=["lm_head", "up_proj"])
+    quantized(tmp_path / "changed", "fp8", "fp8-row", checksum=3)
     quantized(tmp_path / "rotated", "fp8", "fp8-row")
-    folders = [tmp_path / name for name in ("permuted", "newer", "unknown", "longer", "mixed", "rotated")]
-    permuted, newer, unknown, longer, mixed, *rotated, split = run("refused", *folders)
+    folders = [tmp_path / name for name in (*REFUSED, "rotated")]
+    permuted, newer, unknown, longer, mixed, ignored, changed, *rotated, split = run("refused", *folders)
     assert permuted.startswith("UsageError: the transform R4 has randomize=true")
-    assert "version 2; this hadagen reads version 1, so update hadagen" in newer
+    assert "version 3; this hadagen reads version 2, so update hadagen" in newer
     assert "activations = 'int3-row' is not known" in unknown
-    assert "mlp.down_proj has 192 inputs, but the checkpoint rotates 384 of them" in longer
+    assert "has online = {'down_proj': (384, None)}, but rotation 'quarot' of this model needs" in longer
+    assert "up_proj.weight has the type F8_E4M3; quantize the model again, for F16" in ignored
+    assert "has other tensors than its checksum in config.json says" in changed
     assert "up_proj, of which the checkpoint quantizes or rotates only some" in mixed
     for said, why in zip(rotated, ("pooling would", "LoRA adapters of", "prompt embeddings do"), strict=True):
         assert said.startswith(
@@ -275,8 +296,11 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
 
 # ---- both ------------------------------------------------------------------------------------------------------------
 def test_rotations_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
-    """Each of two ranks has 3 of 6 blocks of down_proj. Of the transforms, a rank has 1 of 2 heads of R2 too, and the
-    whole input of R5. One scale for all activations does not depend on the ranks."""
-    tokens = transformed(tmp_path / "transformed", block=32), quantized(tmp_path / "quantized", "fp8", "fp8-tensor", 32)
+    """Each of two ranks has 3 of 6 blocks of down_proj, and 1 of 2 of o_proj. Of the transforms, a rank
+    has 1 of 2 heads of R2 too, and the whole input of R5. One scale of all activations is that of each rank."""
+    tokens = (
+        transformed(tmp_path / "transformed", block=32),
+        quantized(tmp_path / "quantized", "fp8", "fp8-tensor", "blocks", width=256),
+    )
     found = run("parallel", tmp_path / "transformed", tmp_path / "quantized")
     assert tuple(each["tokens"] for each in found) == tokens

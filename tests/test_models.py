@@ -14,7 +14,15 @@ from hadagen import Rotation, rotate_quantize
 from hadagen.errors import UsageError
 from hadagen.models.cache import HeadCodes
 from hadagen.models.folding import Folding, Sizes, planned
-from hadagen.models.layers import QuantizedLinear, QuantizedMLP, fp8_product, multiplies, quantized_weight, values_of
+from hadagen.models.layers import (
+    QuantizedLinear,
+    QuantizedMLP,
+    fp8_product,
+    multiplies,
+    quantized_weight,
+    unmerged,
+    values_of,
+)
 from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")
@@ -85,7 +93,7 @@ def test_the_rotation_follows_from_the_codes() -> None:
         ({"online": {"down_proj": 96}}, "online = .* has no rotations"),
         ({"online": {"fc1": {"n": 96, "block": None}}}, "names the layer 'fc1', which is not known"),
         ({"online": {"down_proj": {"n": 97 * 31, "block": None}}}, "n"),
-        ({"version": 2}, "has version 2; this hadagen reads version 1"),
+        ({"version": 1}, "has version 1; this hadagen reads version 2"),
         ({"quant_method": "awq"}, "is not of hadagen; its quant_method must be hadagen"),
         ({"bits": 8}, "has bits, which is not known"),
     ],
@@ -103,7 +111,7 @@ def test_a_bad_scheme_is_one_sentence(change: dict[str, Any], message: str) -> N
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be quantized; only silu can"),
         ({"quantization_config": {"quant_method": "awq"}}, "is quantized already by 'awq'"),
         ({"quantization_config": ["awq"]}, r"is quantized already by \['awq'\]"),
-        ({"hidden_size": None}, "hidden_size = None in the configuration is no size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 in the configuration is no size"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0 in the configuration is no size"),
         ({"hidden_size": 2}, "head_dim = 0 in the configuration is no size"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers = 'two' in"),
@@ -224,7 +232,7 @@ def test_heads_that_cannot_be_packed_are_one_sentence() -> None:
     with pytest.raises(UsageError, match="head_dim = 12 has no cache of int4; it must be a multiple of 8, so"):
         planned(Scheme(cache="int4"), sizes)
     assert planned(Scheme(cache="int8"), sizes).cache == "int8"
-    with pytest.raises(UsageError, match=str(97 * 31)):
+    with pytest.raises(UsageError, match=f"head_dim = {4 * 97 * 31}"):
         planned(Scheme("fp8", cache="int8"), replace(sizes, head=4 * 97 * 31))
 
 
@@ -317,13 +325,19 @@ def test_the_mlp_is_its_layers(weights: str, activations: str) -> None:
     exact = silu(linear(x, plain["gate_proj"], gate.bias)) * linear(x, plain["up_proj"], up.bias)
     assert error(mlp(x), linear(exact, plain["down_proj"], down.bias)) < 0.1
 
-    state = mlp.state_dict()
+    assert list(mlp.state_dict()) == [name for name, _ in mlp.named_parameters()]
+    model = torch.nn.ModuleDict({"mlp": mlp})
+    state = {name.removeprefix("mlp."): each for name, each in unmerged(model).items()}
     names = [f"{name}.{part}" for name, each in zip(plain, (gate, up, down), strict=True) for part in each.state_dict()]
     assert sorted(state) == sorted(names)
     assert torch.equal(state["up_proj.weight"].view(torch.uint8), up.weight.view(torch.uint8))
     other = QuantizedMLP(*layers(2))
-    other.load_state_dict(state)
+    other.load_state_dict(mlp.state_dict())
     assert torch.equal(other(x), mlp(x))
+    with pytest.raises(
+        UsageError, match=r"down_proj.weight is .*; load a folder by from_pretrained, or the state dict"
+    ):
+        other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("change", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float64)])

@@ -25,6 +25,7 @@ from hadagen.errors import UsageError
 from hadagen.integrations import transformers as integration
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+from hadagen.models.modules import RotatedLinear
 from hadagen.models.scheme import CACHES, LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +85,7 @@ def test_the_layers_are_those_with_codes(folder: Path) -> None:
     assert isinstance(model.model.layers[1].mlp.gate_proj, QuantizedLinear)
     for name in (*ignore, "model.layers.0.self_attn.o_proj"):
         if name != "o_proj":
-            assert type(model.get_submodule(name)) is torch.nn.Linear
+            assert type(model.get_submodule(name)) is RotatedLinear
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert not model.config.tie_word_embeddings
     assert not any(each.requires_grad for each in model.parameters())
@@ -260,7 +261,7 @@ def test_a_cache_that_cannot_hold_codes_is_one_sentence(folder: Path, monkeypatc
         load(folder, quantization_config=HadagenConfig(cache="fp8"))(TOKENS, cache=other)
         with pytest.raises(UsageError, match="holds rotated codes of fp8, and the model makes rotated codes of int8"):
             model(TOKENS, cache=other)
-    wide = load(folder, quantization_config=HadagenConfig(activations=None, cache="int8"))
+    wide = load(folder, quantization_config=HadagenConfig(activations=None, rotation="blocks", cache="int8"))
     with pytest.raises(UsageError, match=r"keys or values require a gradient, .*; pass use_cache=False, or call"):
         wide(inputs_embeds=torch.ones(1, 3, 48, requires_grad=True))
     with pytest.raises(UsageError, match="cache = 'int5' is not known; did you mean int8"):
@@ -383,30 +384,28 @@ def test_a_configuration_that_is_wrong_is_one_sentence(folder: Path) -> None:
     with pytest.raises(UsageError, match="weights = 'int5' is not known"):
         HadagenConfig("int5")
     path = folder / "config.json"
-    stored = HadagenConfig().to_dict() | {"version": 2}
+    stored = HadagenConfig().to_dict() | {"version": 1}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
-    with pytest.raises(UsageError, match="has version 2; this hadagen reads version 1"):
+    with pytest.raises(UsageError, match="has version 1; this hadagen reads version 2"):
         load(folder)
 
 
 def test_floats_in_place_of_codes_are_one_sentence(folder: Path) -> None:
     plain, model = load(folder), load(folder, quantization_config=HadagenConfig(rotation=None))
-    names = {"mlp": "model.layers.0.mlp.gate_up_proj", "self_attn": "model.layers.0.self_attn.q_proj"}
+    names = {"mlp": "model.layers.0.mlp.gate_proj", "self_attn": "model.layers.0.self_attn.q_proj"}
     before = logits(model)
     for part, name in names.items():
         state = {key: each for key, each in plain.state_dict().items() if f".{part}." in key}
         with pytest.raises(
-            UsageError, match=f"^{name}.weight has the type float32, but the layer has codes of int8; load"
+            UsageError, match=rf"^{name}.weight is float32 \[.*\], but the layer has codes in int8 \[.*\]; load"
         ):
             model.load_state_dict(state, strict=False)
     assert torch.equal(logits(model), before)
     path = folder / "config.json"
-    for weights, codes in (("int8", "int8"), ("fp8", "float8_e4m3fn")):
-        config = json.loads(path.read_text()) | {"quantization_config": HadagenConfig(weights).to_dict()}
-        path.write_text(json.dumps(config))
-        with pytest.raises(
-            UsageError, match=f"a weight has the type F32, but the quantization_config says codes of {codes};"
-        ):
+    for weights, codes in (("int8", "I8"), ("fp8", "F8_E4M3")):
+        quantization = HadagenConfig(weights, rotation=None).to_dict()
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+        with pytest.raises(UsageError, match=f"q_proj.weight has the type F32; quantize the model again, for {codes}"):
             load(folder)
 
 

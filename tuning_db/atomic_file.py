@@ -21,13 +21,14 @@ HEADER_BYTES = 100  # enough to tell the kind of a file; the header of an SQLite
 
 
 @contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike[str], *, follow: bool = True) -> Iterator[Path]:
     """An empty file, to be filled within the `with`. At its end the file becomes `path`, or is removed on a failure.
 
-    A file that is replaced passes its permissions on. If `path` is a symbolic link, the file it points to is replaced.
-    Missing directories are made. Raises `StorageError` if there is no room or no permission, within the `with` too.
+    A file that is replaced passes its permissions on. If `path` is a symbolic link, the file it points to is replaced,
+    or the link itself without `follow`. Missing directories are made. Raises `StorageError` if there is no room or no
+    permission, within the `with` too.
     """
-    place = Path(os.path.realpath(path))
+    place = Path(os.path.realpath(path) if follow else path)
     try:
         make_folder(place.parent)
         # In a directory of its own: no other user can guess its name or write in it, files that SQLite leaves are
@@ -38,7 +39,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             yield new
             with new.open("r+b") as file:
                 os.fsync(file.fileno())  # otherwise a crash might keep the new name without the content
-            if place.exists():
+            if place.exists() and not place.is_symlink():
                 shutil.copymode(place, new)  # which may be read-only
             os.replace(new, place)
     except (OSError, sqlite3.Error) as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from hadagen.errors import StorageError
 from hadagen.owners import make_folder
 from hadagen.tuning_db.atomic_file import unwritable
-from hadagen.tuning_db.files import file_state
+from hadagen.tuning_db.files import file_state, state_of
 
 _POLL_SECONDS = 0.1
 
@@ -55,6 +55,40 @@ def turn(path: Path, patience_s: float, is_done: Callable[[], bool]) -> Iterator
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile holds it too
         os.close(descriptor)
+
+
+@contextmanager
+def sole(place: Path) -> Iterator[bool]:
+    """Hold the lock file `place` within the `with`, and remove it at the end. Yields whether no other process holds it.
+
+    The system unlocks it when a process ends, so the lock file of a process that was killed holds nobody up. On a file
+    system without locks, every process has it. Raises `StorageError` if it cannot be made.
+    """
+    try:
+        descriptor = _latest(place)
+    except OSError as error:
+        raise unwritable(place, error) from error
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):
+                place.unlink()
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+def _latest(place: Path) -> int | None:
+    """A descriptor of a lock file that we have locked; None if another process has."""
+    while True:
+        descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not _lock(descriptor):
+            os.close(descriptor)
+            return None
+        if (state := file_state(place)) and state == state_of(os.fstat(descriptor)):
+            return descriptor
+        os.close(descriptor)  # removed by the process that had it, after we opened it
 
 
 def _lock(descriptor: int) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from hadagen.integrations.host import SWITCH, Changed
 from hadagen.integrations.host import TRANSFORMERS as HOST
 from hadagen.integrations.transformers_cache import quantize_cache
 from hadagen.models.folding import Sizes, planned
-from hadagen.models.modules import insert, merge, place_rotations, quantize
+from hadagen.models.layers import HELD, QuantizedLinear, check_values, unmerged
+from hadagen.models.modules import check, guard, insert, merge, place_rotations, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
+from hadagen.models.stored import NAMES, check_files, check_scheme, checksum_of
 from hadagen.runtime.checks import QUANTIZED, plain
 
-_CODES = {torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}  # as safetensors name them
+_CODES = (torch.int8, torch.float8_e4m3fn)
 
 
 def _host_of() -> tuple[Any, Any, str]:
@@ -110,21 +113,35 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """The type of a tensor of a folder with codes. Raises `UsageError` for one that would be cast to codes."""
         stored = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
-        if dtype in _CODES and stored not in (dtype, _CODES[dtype]):
+        if dtype in _CODES and stored not in (dtype, NAMES[dtype]):
             raise UsageError(
                 f"a weight has the type {plain(stored)}, but the quantization_config says codes of {plain(dtype)}; "
                 "take both from one model"
             )
         return super().get_new_dtype(converter, param, dtype)
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """The tensors that `save_pretrained` writes. Their checksum goes into the configuration."""
+        state = {name: each for name, each in unmerged(model).items() if name not in model.all_tied_weights_keys}
+        scheme = replace(self.quantization_config.scheme, checksum=checksum_of(state))
+        self.quantization_config._take(scheme)
+        return state, {}
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
         known = {name: each for name, each in model.config.to_dict().items() if name != "quantization_config"}
-        self._sizes = Sizes.of(known)
+        self._sizes, kind = Sizes.of(known), known["model_type"]
         if self.pre_quantized:
-            insert(model, self.quantization_config.scheme)
+            scheme = self.quantization_config.scheme
+            check_scheme(scheme, self._sizes)
+            insert(model, scheme)
+            if checkpoint_files:
+                _check_all_are_used(model, check_files(checkpoint_files, self._sizes, kind, scheme))
         elif self.quantization_config.activations == "fp8-tensor":
             raise UsageError("fp8-tensor takes its scales from a text; use hadagen quantize with --calibrate")
         else:
+            check(model, self._sizes, kind)
             self.quantization_config._take(planned(self.quantization_config.scheme, self._sizes))
         # Now, because accelerate keeps the forward methods of layers when it spreads them over devices.
         quantize_cache(model, self.quantization_config.scheme, self._sizes)
@@ -136,12 +153,46 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
         for name, each in model.named_parameters():
             if each.is_meta:
                 raise _not_in_memory(f"{name} is not in memory")
-        if not self.pre_quantized and quantize(model, self.quantization_config.scheme, self._sizes):
+        if self.pre_quantized:
+            _check_all_are_loaded(model)
+        elif quantize(model, self.quantization_config.scheme, self._sizes):
             model.config.tie_word_embeddings = False
             model.all_tied_weights_keys = {}
+        guard(model, self.quantization_config.scheme)
         merge(model)
         place_rotations(model)
         return model.requires_grad_(False)
+
+
+def _check_all_are_used(model: Any, names: set[str]) -> None:
+    """Raise `UsageError` for stored tensors that transformers would leave out of the model.
+
+    A model without a last layer may be loaded from the folder of one that has it.
+    """
+    base = f"{model.base_model_prefix}."
+    known = {name.removeprefix(base) for name in model.state_dict()} | {"lm_head.weight"}
+    unused = sorted(name for name in names if name.removeprefix(base) not in known and "rotary_emb." not in name)
+    if unused:
+        raise UsageError(f"{unused[0]} is stored, but config.json has no layer for it; take both from one model")
+
+
+def _check_all_are_loaded(model: Any) -> None:
+    """Raise `UsageError` for tensors that transformers has made up, and for impossible codes and scales.
+
+    A layer behind the model, such as a classifier's, may be new.
+    """
+    base = getattr(model, model.base_model_prefix, model)
+    for name, each in [*base.named_parameters(), *(("lm_head.weight", e) for e in _last(model))]:
+        if not getattr(each, "_is_hf_initialized", False):
+            raise UsageError(f"{name} is not among the stored tensors, or has another shape there; take a whole folder")
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            check_values(f"{name}.", {held: getattr(layer, held) for held in HELD})
+
+
+def _last(model: Any) -> list[torch.nn.Parameter]:
+    head = getattr(model, "lm_head", None)
+    return [] if head is None else [head.weight]
 
 
 def _not_in_memory(why: str) -> UsageError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +21,13 @@ from vllm.platforms import current_platform
 from hadagen import prologues
 from hadagen.errors import UsageError
 from hadagen.integrations.host import Changed, Host
-from hadagen.models.layers import TYPES, codes_of_input, values_of
+from hadagen.models.checkpoint import Checkpoint
+from hadagen.models.folding import Sizes
+from hadagen.models.layers import HELD, TYPES, check_values, codes_of_input, values_of
 from hadagen.models.scheme import METHOD, Online, Scheme
+from hadagen.models.stored import check_files, check_scheme
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime.checks import QUANTIZED
+from hadagen.runtime.checks import QUANTIZED, plain
 
 # Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
 _MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
@@ -38,7 +42,7 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
-        self.scheme = scheme
+        self.scheme, self.is_checked = scheme, False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Quantization:
@@ -71,8 +75,12 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
         """The method of a linear layer, of which vLLM merges some from several of the checkpoint.
 
-        Raises `UsageError` if the checkpoint has rotated hidden states, and vLLM is to use them outside of the model.
+        Raises `UsageError` if the checkpoint is another than hadagen writes, or if it has rotated hidden states, and
+        vLLM is to use them outside of the model.
         """
+        if not self.is_checked:
+            self.is_checked = True
+            _check_folder(self.scheme)
         if self.scheme.rotation == "quarot":
             _check_hidden_states()
         _hook_mlps(self.host)  # in the process that makes the model, which makes attention before the first MLP
@@ -125,16 +133,23 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
                 )
             rotation = rotation.shard(layer.tp_rank, layer.tp_size)
         layer.rotation = rotation
-        sizes = sum(output_partition_sizes), input_size_per_partition
+        sizes = sum(output_partition_sizes), input_size_per_partition, 1
         by_row = {"output_dim": 0, **attributes}
-        _add(layer, "weight", torch.empty(sizes, dtype=TYPES[self.scheme.weights]), {"input_dim": 1, **by_row})
-        _add(layer, "weight_scale", torch.empty(sizes[0], 1, dtype=torch.float32), by_row)
+        weight = torch.empty(sizes, dtype=TYPES[self.scheme.weights])
+        # Until they are loaded, codes and scales have values that are refused.
+        weight.view(torch.uint8).fill_(0x80 if self.scheme.weights == "int8" else 0x7F)
+        _add(layer, "weight", weight, {"input_dim": 1, **by_row})
+        _add(layer, "weight_scale", torch.full((sizes[0], 1), torch.nan, dtype=torch.float32), by_row)
         if self.scheme.activations == "fp8-tensor":
-            scales = torch.empty(len(output_partition_sizes), dtype=torch.float32)
+            scales = torch.full((len(output_partition_sizes),), torch.nan, dtype=torch.float32)
             _add(layer, "input_scale", scales, {"needs_scalar_to_array": True, **attributes})
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Move the rotation to the weight's device, and look which products vLLM has there."""
+        """Move the rotation to the weight's device, and look which products vLLM has there.
+
+        Raises `UsageError` for impossible codes and scales, such as those that were not loaded.
+        """
+        check_values(f"{self.prefix}.", {name: getattr(layer, name, None) for name in HELD})
         if layer.rotation is not None:
             layer.rotation.to(layer.weight.device)
         if self.scheme.activations == "fp8-tensor":  # merged layers have the same input
@@ -146,16 +161,35 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x · weightᵀ + bias for the values that codes stand for."""
+        weight = layer.weight.squeeze(-1)
         if self.scheme.activations is None:
             turned = x if layer.rotation is None else layer.rotation(x)
-            return linear(turned, values_of(layer.weight, layer.weight_scale, x.dtype), bias)
+            return linear(turned, values_of(weight, layer.weight_scale, x.dtype), bias)
         scale = getattr(layer, "input_scale", None)
         q = codes_of_input(x, layer.rotation, self.scheme.activations, self.before, scale)
         if self.multiplies:
             scales = q.scales.reshape(-1, 1)
-            found = _custom_ops.cutlass_scaled_mm(q.codes, layer.weight.T, scales, layer.weight_scale, x.dtype, bias)
+            found = _custom_ops.cutlass_scaled_mm(q.codes, weight.T, scales, layer.weight_scale, x.dtype, bias)
             return found  # type: ignore[no-any-return]
-        return linear(q.dequantize(x.dtype), values_of(layer.weight, layer.weight_scale, x.dtype), bias)
+        return linear(q.dequantize(x.dtype), values_of(weight, layer.weight_scale, x.dtype), bias)
+
+
+def _check_folder(scheme: Scheme) -> None:
+    """Raise what hadagen's own loading raises for the checkpoint of the model that vLLM makes now.
+
+    Its files are read if vLLM was given a folder, by the first process.
+    """
+    config: Any = get_current_vllm_config_or_none()
+    if config is None:
+        return
+    given = {
+        name: each for name, each in config.model_config.hf_config.to_dict().items() if name != "quantization_config"
+    }
+    sizes = Sizes.of(given)
+    check_scheme(scheme, sizes)
+    folder = Path(config.model_config.model)
+    if folder.is_dir() and config.parallel_config.rank == 0:
+        check_files(Checkpoint(folder).paths(), sizes, given["model_type"], scheme)
 
 
 def _check_hidden_states() -> None:
@@ -205,4 +239,18 @@ def _fused(make: Callable[..., None]) -> Callable[..., None]:
 def _add(layer: Any, name: str, tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     parameter = torch.nn.Parameter(tensor, requires_grad=False)
     layer.register_parameter(name, parameter)
-    set_weight_attrs(parameter, attributes)
+    set_weight_attrs(parameter, attributes | {"weight_loader": _checked(name, attributes["weight_loader"])})
+
+
+def _checked(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader of vLLM that raises `UsageError` for another type, which vLLM would cast."""
+
+    @wraps(load)
+    def loaded(parameter: torch.nn.Parameter, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if tensor.dtype != parameter.dtype:
+            raise UsageError(
+                f"a {name} has the type {plain(tensor.dtype)}, not {plain(parameter.dtype)}; quantize the model again"
+            )
+        return load(parameter, tensor, *arguments, **options)
+
+    return loaded

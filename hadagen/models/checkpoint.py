@@ -1,36 +1,39 @@
 """A folder of safetensors becomes one of a rotated, quantized model, file by file.
 
 A tensor of the new model is made of one stored tensor and the factors of a norm, which may lie in another file. So a
-file is converted with the memory that its tensors need. Each file is written in another place and then renamed, so a
-run that was killed leaves complete files, which the next run keeps.
+file is converted with the memory that its tensors need. A run that was killed leaves complete files, which the next run
+keeps. config.json is written last, so no other program loads a folder that is not complete.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from hadagen.errors import StorageError, UsageError, shortened, shown
-from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, NORMS, Folding, Sizes, finite, planned
+from hadagen.models.folding import EMBEDDING, HEAD, Folding, Sizes, finite, planned, vocabulary_of
+from hadagen.models.json_file import read_json, write_json
 from hadagen.models.layers import codes_of
+from hadagen.models.output import output
 from hadagen.models.scheme import Scheme
-from hadagen.tuning_db.atomic_file import atomic_file, unwritable
+from hadagen.models.stored import CONFIG, UNFINISHED, Kind, check_is_whole, checksum_of_files, opened
 
-CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# In a folder that is not complete: how it is being made.
-UNFINISHED = "hadagen-quantize.json"
-_COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-# What rotations leave as it is, by the ends of names.
-_UNROTATED = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight", ".rotary_emb.inv_freq")
-_FLOATS = ("F16", "BF16", "F32")
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SAFETENSORS = ".safetensors"
+# What is copied by the ends of names: tokenizers and their code, chat templates, settings of generation.
+_COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
+_TEMPLATES = "additional_chat_templates"  # a folder
+# What tells programs of the weights of the model as it is: of an adapter, of Mistral's format, of other quantizers.
+_OF_WEIGHTS = {
+    *(CONFIG, "adapter_config.json", "params.json"),
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
+}
 # The files of a model in one file, if it needs another for the scales of activations.
 FIRST_OF_TWO, SCALES = "model-00001-of-00002.safetensors", "model-input-scales.safetensors"
 # (a folder with the weights in codes, and activations as they are) → the scales, by the names of their tensors
@@ -54,19 +57,26 @@ class Checkpoint:
         if (folder / UNFINISHED).exists():
             raise UsageError(f"{folder} is not complete; run the hadagen quantize that began it again")
         self.config = read_json(folder / CONFIG)
-        if (folder / ONE_FILE).exists():
+        if (folder / ONE_FILE).is_file():
             self.files = dict.fromkeys(self._names(ONE_FILE), ONE_FILE)
         elif (folder / INDEX).exists():
             self.files = self._index()
         else:
             raise UsageError(f"{folder} has neither {ONE_FILE} nor {INDEX}; name a folder with a model in safetensors")
+        layers = self.config.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > len(self.files):  # before anything is made for each
+            raise UsageError(
+                f"num_hidden_layers = {shown(layers)}, but {folder} has {len(self.files)} tensors; take both from one "
+                "model"
+            )
 
     def _index(self) -> dict[str, str]:
         found = read_json(self.folder / INDEX).get("weight_map")
         if not isinstance(found, dict):
             raise StorageError(f"{self.folder / INDEX} has no weight_map; download it again")
-        for file in sorted(set(map(str, found.values()))):
-            if Path(file).name != file or not (self.folder / file).is_file():
+        for file in {shown(each): each for each in found.values()}.values():
+            is_name = isinstance(file, str) and Path(file).name == file and file.endswith(_SAFETENSORS)
+            if not is_name or not (self.folder / file).is_file():
                 raise StorageError(f"{self.folder / INDEX} names {shown(file)}, which is not there; download it again")
         return found
 
@@ -81,13 +91,17 @@ class Checkpoint:
             found.setdefault(file, []).append(name)
         return dict(sorted(found.items()))
 
+    def paths(self) -> list[Path]:
+        """Its files of tensors."""
+        return [self.folder / file for file in self.shards()]
+
     def get(self, name: str) -> torch.Tensor:
         """A tensor, whose memory is mapped to its file. Raises `StorageError` if it is not there."""
         with self._reader(name) as reader:
             return _of_file(reader.get_tensor, name, self.folder)  # type: ignore[no-any-return]
 
-    def shape(self, name: str) -> tuple[str, list[int]]:
-        """The type, as safetensors name it, and the shape of a tensor."""
+    def kind(self, name: str) -> Kind:
+        """The type and the shape of a tensor."""
         with self._reader(name) as reader:
             part = _of_file(reader.get_slice, name, self.folder)
             return part.get_dtype(), part.get_shape()
@@ -111,27 +125,6 @@ def _of_file(get: Callable[[str], Any], name: str, folder: Path) -> Any:
         raise StorageError(f"{folder} has no tensor {name} ({shortened(str(error))}); download it again") from None
 
 
-def opened(path: Path) -> Any:
-    """A reader of safetensors, as a context. Raises `StorageError` for a file that is none."""
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise StorageError(f"{path} cannot be read ({shortened(str(error))}); get the file again") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `UsageError` if the file is missing, and `StorageError` if it holds none."""
-    if not path.exists():
-        raise UsageError(f"{path} is not there; name a folder with a whole model")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StorageError(f"{path} holds no JSON ({error}); get the file again") from None
-    if not isinstance(found, dict):
-        raise StorageError(f"{path} holds no JSON object; get the file again")
-    return found
-
-
 # ---- a new checkpoint ------------------------------------------------------------------------------------------------
 def convert(
     source: Path,
@@ -144,51 +137,64 @@ def convert(
 ) -> Iterator[tuple[str, bool]]:
     """Write the rotated, quantized model of `source` to a folder. Yields each finished file, and whether it was kept.
 
-    A folder that an earlier call left unfinished is completed, if model and scheme are the same. device: where tensors
-    are rotated and quantized. progress: takes the names of the tensors of a file, and the file. calibrate: measures the
-    scales of activations "fp8-tensor", which need it.
+    A folder that an earlier call left unfinished is completed, if model and scheme are the same; its files are kept if
+    they are as that call wrote them. device: where tensors are rotated and quantized. progress: takes the names of the
+    tensors of a file, and the file. calibrate: measures the scales of activations "fp8-tensor", which need it.
 
     Raises `UsageError` for a model that cannot be quantized, and a folder that holds anything else; `StorageError` for
-    files that cannot be read or written.
+    files that cannot be read or written, and a folder to which another process writes.
     """
     if (scheme.activations == "fp8-tensor") != (calibrate is not None):
         raise UsageError("fp8-tensor takes its scales from a text; give both --activations fp8-tensor and --calibrate")
     stored = Checkpoint(source)
     folding = _folding(stored, scheme, device)
-    if folder.resolve().is_relative_to(source.resolve()):
+    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(source)):
         raise UsageError(f"{folder} lies in {source}, the model to quantize; name a folder outside of it")
-    _begin(folder, {"scheme": folding.scheme.to_dict(), "config": stored.config, "files": stored.states()})
-    files: dict[str, str] = {}
-    for file, names in stored.shards().items():
-        path = folder / (FIRST_OF_TWO if calibrate and file == ONE_FILE else file)
-        is_kept = path.exists()
-        if not is_kept:
-            _save(path, {name: each for made in progress(names, file) for name, each in _made(folding, stored, made)})
-        with opened(path) as reader:
-            files |= dict.fromkeys(reader.keys(), path.name)
-        yield path.name, is_kept
-    _copy_others(source, folder)
-    config = _config(stored, folding)
-    if calibrate:
-        _complete(folder, config, replace(folding.scheme, activations=None), files)  # to measure with
-        scales = calibrate(folder)
-        _save(folder / SCALES, scales)
-        files |= dict.fromkeys(scales, SCALES)
-        yield SCALES, False
-    _complete(folder, config, folding.scheme, files)
-    (folder / UNFINISHED).unlink()
-    for left in folder.glob(".hadagen-*"):  # of runs that were killed
-        shutil.rmtree(left, ignore_errors=True)
+    if calibrate and SCALES in stored.files.values():
+        raise UsageError(f"{source} has {SCALES}, which quantize writes; rename it, and in {INDEX} too")
+    plan = {"scheme": folding.scheme.to_dict(), "config": stored.config, "files": stored.states()}
+    targets = {file: FIRST_OF_TWO if calibrate and file == ONE_FILE else file for file in stored.shards()}
+    others = dict(_others(source))
+    with output(folder, plan, {*targets.values(), *others, SCALES, INDEX, CONFIG}) as out:
+        files: dict[str, str] = {}
+        for file, names in stored.shards().items():
+            target = targets[file]
+            kept = out.kept(target)
+            written = kept
+            if written is None:
+                with out.refusing():
+                    made = dict(each for name in progress(names, file) for each in _made(folding, stored, name))
+                written = out.save(target, made)
+                del made
+            files |= dict.fromkeys(written, target)
+            yield target, kept is not None
+        config = _config(stored, folding)
+        if calibrate:
+            with out.beside({*files.values()}) as place:
+                _complete(place, config, replace(folding.scheme, activations=None), files)  # to measure with
+                with out.refusing():
+                    scales = calibrate(place)
+            files |= dict.fromkeys(out.save(SCALES, scales), SCALES)
+            yield SCALES, False
+        for name, path in others.items():
+            out.copy(path, name)
+        _complete(folder, config, folding.scheme, files)
+        out.finish()
 
 
 def _folding(stored: Checkpoint, scheme: Scheme, device: torch.device | str) -> Folding:
     """How the tensors of a model are rotated. Raises what `convert` raises for a model that cannot be quantized."""
     sizes = Sizes.of(stored.config)
+    embedding, rows = stored.get(EMBEDDING).shape, vocabulary_of(stored.config)
+    if embedding != (rows, sizes.width):
+        raise UsageError(
+            f"{EMBEDDING} has the shape {[*embedding]}, but {CONFIG} says {[rows, sizes.width]}; take both from one "
+            "model"
+        )
     if sizes.tied and HEAD in stored.files and not torch.equal(stored.get(HEAD), stored.get(EMBEDDING)):
         sizes = replace(sizes, tied=False)  # as transformers loads it
-    scheme = planned(scheme, sizes)
-    _check_is_whole(stored, sizes)
-    return Folding(scheme, sizes, device)
+    check_is_whole({name: stored.kind(name) for name in stored.files}, sizes, stored.config["model_type"])
+    return Folding(planned(scheme, sizes), sizes, device)
 
 
 def _config(stored: Checkpoint, folding: Folding) -> dict[str, Any]:
@@ -204,38 +210,8 @@ def _complete(folder: Path, config: dict[str, Any], scheme: Scheme, files: Mappi
     if {*files.values()} != {ONE_FILE}:
         total = sum((folder / file).stat().st_size for file in set(files.values()))
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+    scheme = replace(scheme, checksum=checksum_of_files(folder / file for file in set(files.values())))
     write_json(folder / CONFIG, config | {"quantization_config": scheme.to_dict()})
-
-
-def _check_is_whole(stored: Checkpoint, sizes: Sizes) -> None:
-    """Raises `StorageError` if a tensor is missing, and `UsageError` if one has another type or shape than the
-    configuration says, or may read or write the residual stream without our knowledge."""
-    inputs = sizes.inputs()
-    outputs = {"q_proj": sizes.heads * sizes.head, "gate_proj": sizes.inner, "up_proj": sizes.inner}
-    outputs |= dict.fromkeys(("k_proj", "v_proj"), sizes.kv_heads * sizes.head)
-    shapes: dict[str, list[int]] = {LAST_NORM: [sizes.width]}
-    for at in range(sizes.layers):
-        layer = f"model.layers.{at}"
-        shapes |= {f"{layer}.{norm}.weight": [sizes.width] for norm in NORMS.values()}
-    for layer, name in sizes.linears().items():
-        length = outputs.get(name, sizes.width)
-        shapes[f"{layer}.weight"] = [length, inputs[name]]
-        if f"{layer}.bias" in stored.files:
-            shapes[f"{layer}.bias"] = [length]
-    for name in (EMBEDDING, *([] if sizes.tied else [HEAD])):
-        shapes[name] = [stored.shape(name)[1][0], sizes.width]
-    for name, expected in shapes.items():
-        kind, shape = stored.shape(name)
-        if kind not in _FLOATS:
-            raise UsageError(f"{name} has the type {kind}; name a model that is not quantized, with {_FLOATS}")
-        if shape != expected:
-            raise UsageError(f"{name} has the shape {shape}, but {CONFIG} says {expected}; take both from one model")
-    unknown = [name for name in stored.files if name not in shapes and name != HEAD and not name.endswith(_UNROTATED)]
-    if unknown:
-        raise UsageError(
-            f"{unknown[0]} is no part of a {stored.config['model_type']} that predicts tokens, so how to rotate it is "
-            "not known; name a model without it"
-        )
 
 
 def _made(folding: Folding, stored: Checkpoint, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -245,48 +221,19 @@ def _made(folding: Folding, stored: Checkpoint, name: str) -> Iterator[tuple[str
         module, _, part = made.rpartition(".")
         if part == "weight" and folding.scheme.is_quantized(module):
             codes, scales = codes_of(tensor.float(), folding.scheme.weights)
-            yield made, codes.cpu()
+            yield made, codes.cpu()[..., None]
             yield f"{made}_scale", scales.cpu()
         else:
             yield made, finite(made, tensor.to("cpu", stored.get(name).dtype).contiguous())
 
 
-def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Make the folder, or find it as a call with the same plan left it."""
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file; name a new folder")
-    if UNFINISHED in found:
-        if read_json(folder / UNFINISHED) != plan:
-            raise UsageError(
-                f"{folder} has files of another model or with other options; give the same, or name a new folder"
-            )
-    elif found:
-        raise UsageError(f"{folder} is not empty; name a new folder")
-    else:
-        write_json(folder / UNFINISHED, plan)
-
-
-def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    with atomic_file(path) as new:
-        mode = new.stat().st_mode
-        try:
-            save_file(tensors, new, {"format": "pt"})
-        except SafetensorError as error:
-            raise unwritable(path, error) from error
-        new.chmod(mode)  # safetensors makes files that only their owner reads
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object to a file, which is complete or not there."""
-    with atomic_file(path) as new:
-        new.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_others(source: Path, folder: Path) -> None:
-    """Copy the tokenizer, the settings of generation, and the license."""
+def _others(source: Path) -> Iterator[tuple[str, Path]]:
+    """The files besides the weights that a model needs, or its license asks for, by their names in its folder."""
     for path in sorted(source.iterdir()):
-        is_wanted = path.suffix in _COPIED or path.name.upper().startswith(("LICENSE", "NOTICE"))
-        if is_wanted and path.is_file() and path.name not in (CONFIG, INDEX) and ".index." not in path.name:
-            with atomic_file(folder / path.name) as new:
-                shutil.copyfile(path, new)
+        name = path.name
+        is_wanted = path.suffix in _COPIED and name not in _OF_WEIGHTS and ".index." not in name
+        if (is_wanted or name.upper().startswith(("LICENSE", "NOTICE"))) and path.is_file():
+            yield name, path
+    for path in sorted((source / _TEMPLATES).glob("*.jinja")):
+        if path.is_file():
+            yield f"{_TEMPLATES}/{path.name}", path

@@ -18,11 +18,11 @@ import torch
 from hadagen.errors import UsageError, choice, shown
 from hadagen.models.cache import HeadCodes
 from hadagen.models.scheme import LAYERS, METHOD, Online, Scheme
+from hadagen.runtime.checks import plain
 from hadagen.runtime.rotation import Rotation
 
 Get = Callable[[str], torch.Tensor]  # the tensor of a name
 
-MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3")
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 # The norm before each layer that reads the residual stream.
 NORMS = {
@@ -31,7 +31,36 @@ NORMS = {
 }
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MOST_OF_A_BLOCK = 128
-_TIED = ("smollm3",)  # whose embedding is the last layer too, if the configuration does not say it
+_MOST = 1 << 31  # no size of a model is that large
+# The sizes that a configuration may leave out, as transformers has them. Without a number of heads of keys and values,
+# it is that of queries, and the length of a head follows from the width.
+_LLAMA = {
+    "vocab_size": 32000,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+_MISTRAL = _LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8}
+_QWEN = _LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+    "smollm3": {
+        "vocab_size": 128256,
+        "num_hidden_layers": 36,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+}
+MODEL_TYPES = tuple(_DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -52,41 +81,73 @@ class Sizes:
         """The sizes in a `config.json`. Raises `UsageError` for a model that cannot be rotated."""
         kind = config.get("model_type")
         if kind not in MODEL_TYPES:
-            raise UsageError(f"model_type {shown(kind)} cannot be quantized; {choice(kind, MODEL_TYPES)}")
+            known = ", ".join(MODEL_TYPES)  # another architecture is no misspelling of one of these
+            raise UsageError(f"model_type {shown(kind)} cannot be quantized; choose one of {known}")
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UsageError(f"hidden_act {shown(config['hidden_act'])} cannot be quantized; only silu can")
         if given := config.get("quantization_config"):
             method = given.get("quant_method") if isinstance(given, Mapping) else given
             by = "" if method == METHOD else f" by {shown(method)}"
             raise UsageError(f"the model is quantized already{by}; name one with weights of 16 or 32 bits")
-        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-        layers, width, inner, heads = (_size(config, name, None) for name in names)
+        width, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         return cls(
-            layers=layers,
+            layers=_size(config, "num_hidden_layers"),
             width=width,
-            inner=inner,
+            inner=_size(config, "intermediate_size"),
             heads=heads,
             kv_heads=_size(config, "num_key_value_heads", heads),
             head=_size(config, "head_dim", width // heads),
-            tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
+            tied=_is_tied(config),
         )
 
     def linears(self) -> dict[str, str]:
         """The name of each quantized layer → its last component."""
-        parts = {name: "self_attn" if name in _ATTENTION else "mlp" for name in LAYERS}
-        return {f"model.layers.{at}.{parts[name]}.{name}": name for at in range(self.layers) for name in LAYERS}
+        return {f"model.layers.{at}.{_part_of(name)}.{name}": name for at in range(self.layers) for name in LAYERS}
+
+    def is_linear(self, name: str) -> bool:
+        """Whether a layer of this name, or of this last component of a name, can be quantized."""
+        start, _, short = name.rpartition(".")
+        if not start:
+            return short in LAYERS
+        at = start.removeprefix("model.layers.").partition(".")[0]
+        known = at.isdecimal() and start == f"model.layers.{at}.{_part_of(short)}" and int(at[:9]) < self.layers
+        return known and short in LAYERS
 
     def inputs(self) -> dict[str, int]:
         """The length of the input of each quantized layer."""
         lengths = {"o_proj": self.heads * self.head, "down_proj": self.inner}
         return {name: lengths.get(name, self.width) for name in LAYERS}
 
+    def outputs(self) -> dict[str, int]:
+        """The length of the output of each quantized layer."""
+        lengths = {"q_proj": self.heads * self.head, "gate_proj": self.inner, "up_proj": self.inner}
+        lengths |= dict.fromkeys(("k_proj", "v_proj"), self.kv_heads * self.head)
+        return {name: lengths.get(name, self.width) for name in LAYERS}
 
-def _size(config: Mapping[str, Any], name: str, default: int | None) -> int:
-    found = config.get(name)
-    found = default if found is None else found
-    if type(found) is not int or found < 1:
-        raise UsageError(f"{name} = {shown(found)} in the configuration is no size; take it from the checkpoint")
+
+def _part_of(name: str) -> str:
+    """The part of a decoder layer that has a linear layer."""
+    return "self_attn" if name in _ATTENTION else "mlp"
+
+
+def vocabulary_of(config: Mapping[str, Any]) -> int:
+    """The rows of the embedding of a model. Raises `UsageError` if they are no size."""
+    return _size(config, "vocab_size")
+
+
+def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
+    """A size in a configuration that has a known model_type. otherwise: if neither it nor transformers has one."""
+    found = {**_DEFAULTS[config["model_type"]], **config}
+    size = otherwise if found.get(name) is None else found[name]
+    if type(size) is not int or not 1 <= size < _MOST:
+        raise UsageError(f"{name} = {shown(size)} in the configuration is no size; take it from the checkpoint")
+    return size
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    found = config.get("tie_word_embeddings", _DEFAULTS[config["model_type"]]["tie_word_embeddings"])
+    if not isinstance(found, bool):
+        raise UsageError(f"tie_word_embeddings = {shown(found)} is neither true nor false; take it from the checkpoint")
     return found
 
 
@@ -97,7 +158,7 @@ def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
     of such rows, and for a name in `ignore` that is no layer of the model.
     """
     for name in scheme.ignore:
-        if name not in {"lm_head", *LAYERS, *sizes.linears()}:
+        if name != "lm_head" and not sizes.is_linear(name):
             raise UsageError(f"ignore names {shown(name)}, which is no linear layer; {choice(name, LAYERS)}")
     if scheme.cache:
         HeadCodes(scheme.cache, sizes.head)
@@ -106,9 +167,24 @@ def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
         online = {"down_proj": Online(sizes.inner)}
     elif scheme.rotation == "blocks":
         online = {name: Online(n, min(n & -n, _MOST_OF_A_BLOCK)) for name, n in sizes.inputs().items()}
-    for each in (*online.values(), *([Online(sizes.head)] if scheme.rotates_values else [])):
-        each.rotation()
-    return replace(scheme, online=online)
+    if scheme.rotation == "quarot":
+        _check_rotation("hidden_size", sizes.width, "the residual stream", "blocks")
+        _check_rotation("intermediate_size", sizes.inner, "the input of down_proj", "blocks")
+    if scheme.rotates_values:
+        is_needed = scheme.cache or scheme.rotation == "heads"
+        _check_rotation("head_dim", sizes.head, "a head of v_proj", "none" if is_needed else "blocks")
+    return replace(scheme, online=online, head=sizes.head if scheme.rotates_values else None)
+
+
+def _check_rotation(name: str, n: int, what: str, other: str) -> None:
+    """Raises `UsageError` if there is no rotation of n elements. other: a rotation of the model that is possible."""
+    try:
+        Rotation(n)
+    except UsageError as error:
+        raise UsageError(
+            f"{name} = {n}: {what} cannot be rotated as a whole, because no Hadamard matrix is known for it; use "
+            f"--rotation {other}"
+        ) from error
 
 
 class Folding:
@@ -190,8 +266,12 @@ class Folding:
 
 
 def finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor. Raises `UsageError` if it has an infinity or NaN, which codes cannot stand for."""
-    if not all(each.isfinite() for each in tensor.aminmax()):  # without another tensor of this size
+    """The tensor. Raises `UsageError` if it has an infinity or NaN, which codes cannot stand for, or another type."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise UsageError(
+            f"{name} has the type {plain(tensor.dtype)}; name a model that is not quantized, in 16 or 32 bits"
+        )
+    if tensor.numel() and not all(each.isfinite() for each in tensor.aminmax()):  # without another tensor of this size
         raise UsageError(f"{name} has infinities or NaN; get its file again, or name a model in a type with more range")
     return tensor
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+HELD = ("weight", "weight_scale", "input_scale")  # parameters of layers with codes, which keep their types
 _ROWS = 17  # the fewest rows of INT8 codes that torch._int_mm takes on a GPU
 
 
@@ -67,9 +69,9 @@ class QuantizedLinear(torch.nn.Module):
     name: of the layer in its model, by which the scheme says whether its input is rotated. bias: whether there is one.
     dtype: of the bias.
 
-    Parameters: weight, int8 or float8_e4m3fn [out, in]; weight_scale, float32 [out, 1]; bias [out]; and input_scale,
-    float32 [], if the scheme has one scale for all activations of a layer. Codes and scales keep their types in
-    `.half()` and the like.
+    Parameters: weight, int8 or float8_e4m3fn [out, in, 1], so that no program takes the codes for the weight of a
+    linear layer; weight_scale, float32 [out, 1]; bias [out]; and input_scale, float32 [], if the scheme has one scale
+    for all activations of a layer. Codes and scales keep their types in `.half()` and the like.
 
     forward takes x [..., in] of type float16, bfloat16 or float32, without a gradient, and returns [..., out] of the
     same type. With `before`, a prologue such as SiluMul(), x is [..., 2·in].
@@ -96,7 +98,7 @@ class QuantizedLinear(torch.nn.Module):
                 f"{name} has {in_features} inputs, but the quantization_config rotates {online.n}; quantize it again"
             )
         self.rotation = online.rotation() if online else None
-        self.weight = _held(torch.empty(out_features, in_features, device=device, dtype=TYPES[scheme.weights]))
+        self.weight = _held(torch.empty(out_features, in_features, 1, device=device, dtype=TYPES[scheme.weights]))
         self.weight_scale = _held(torch.empty(out_features, 1, device=device, dtype=torch.float32))
         self.bias = _held(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         per_tensor = scheme.activations == "fp8-tensor"
@@ -107,41 +109,46 @@ class QuantizedLinear(torch.nn.Module):
         """The layer of a weight [out, in], into which the inverse of the rotation is folded already."""
         made = cls(name, scheme, weight.shape[1], weight.shape[0], device="meta")
         codes, scales = codes_of(weight, scheme.weights)
-        made.weight, made.weight_scale = _held(codes), _held(scales)
+        made.weight, made.weight_scale = _held(codes[..., None]), _held(scales)
         made.bias = None if bias is None else _held(bias)
         if made.input_scale is not None:
             made.input_scale = _held(torch.ones((), device=weight.device))
         return made
 
+    @property
+    def codes(self) -> torch.Tensor:
+        """The codes of the weight, [out, in]."""
+        return self.weight.view(self.out_features, self.in_features)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.activations is None:
             turned = x if self.rotation is None else self.rotation(x)
-            return linear(turned, values_of(self.weight, self.weight_scale, x.dtype), self.bias)
+            return linear(turned, values_of(self.codes, self.weight_scale, x.dtype), self.bias)
         q = codes_of_input(x, self.rotation, self.activations, self.before, self.input_scale)
         y = self._product(q, x.dtype)
         return y if self.bias is None else y + self.bias
 
     def _product(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """The product of the values that codes stand for, in dtype."""
-        device = self.weight.device
-        if not multiplies(q.codes, self.weight, capability(device)):
+        device, weight = self.weight.device, self.codes
+        if not multiplies(q.codes, weight, capability(device)):
             wide = torch.float32 if device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
-            return linear(q.dequantize(wide), values_of(self.weight, self.weight_scale, wide)).to(dtype)
+            return linear(q.dequantize(wide), values_of(weight, self.weight_scale, wide)).to(dtype)
         codes = q.codes.reshape(-1, self.in_features)
         scales = q.scales.reshape(-1, 1).expand(codes.shape[0], 1)
         if codes.dtype == torch.int8:
-            y = int8_product(codes, scales, self.weight, self.weight_scale)
+            y = int8_product(codes, scales, weight, self.weight_scale)
         else:
             # Other GPUs have no kernel with scales of rows, and this one gives no type but bfloat16.
             by_row = dtype == torch.bfloat16 and capability(device) // 10 in (9, 10)
-            y = fp8_product(codes, scales, self.weight, self.weight_scale, by_row=by_row)
+            y = fp8_product(codes, scales, weight, self.weight_scale, by_row=by_row)
         return y.to(dtype).view(*q.codes.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
         """Codes and scales are moved as bytes, so that no change of a type reaches them."""
         if self.bias is not None:
             self.bias = _held(fn(self.bias.data))
-        for name in ("weight", "weight_scale", "input_scale"):
+        for name in HELD:
             held = getattr(self, name)
             if held is not None:
                 dtype = held.dtype
@@ -152,17 +159,53 @@ class QuantizedLinear(torch.nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Raises `UsageError` for a weight that is no codes, which PyTorch would cast."""
-        given, codes = state_dict.get(f"{prefix}weight", self.weight).dtype, self.weight.dtype
-        if given != codes:
-            raise UsageError(
-                f"{prefix}weight has the type {plain(given)}, but the layer has codes of {plain(codes)}; load the "
-                "state dict of a model that was quantized in the same way"
-            )
+        """Raises `UsageError` for tensors that are no codes and scales of this layer, which PyTorch might cast."""
+        given = {name: state_dict[f"{prefix}{name}"] for name in HELD if f"{prefix}{name}" in state_dict}
+        for name, tensor in given.items():
+            if getattr(self, name) is not None:
+                _check_is_alike(f"{prefix}{name}", tensor, getattr(self, name))
+        check_values(prefix, given)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.weight.dtype}, activations={self.activations!r}"
+
+
+def check_values(prefix: str, held: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise `UsageError` for codes and scales of a layer that `codes_of` never makes.
+
+    prefix: of the names in messages. held: tensors, by names in `HELD`.
+    """
+    for name, tensor in held.items():
+        if tensor is None or tensor.is_meta or not tensor.numel():
+            continue
+        if name == "weight":
+            is_right = _are_codes(tensor)
+            wrong = "NaN" if tensor.is_floating_point() else -128
+        else:
+            least, most = tensor.aminmax()
+            is_right, wrong = bool(least > 0) and bool(most < torch.inf), "a scale that is not positive and finite"
+        if not is_right:
+            raise UsageError(f"{prefix}{name} has {wrong}, which hadagen does not write; quantize the model again")
+
+
+def _are_codes(tensor: torch.Tensor) -> bool:
+    """Whether there is no NaN among FP8 codes, and no -128 among INT8 codes."""
+    if tensor.dtype == torch.int8:
+        return int(tensor.min()) > -128
+    return int((tensor.view(torch.uint8) & 0x7F).max()) < 0x7F
+
+
+def _check_is_alike(name: str, tensor: torch.Tensor, held: torch.Tensor) -> None:
+    if (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
+        raise UsageError(
+            f"{name} is {_kind(tensor)}, but the layer has codes in {_kind(held)}; load a folder by from_pretrained, "
+            "or the state dict of a model that was quantized in the same way"
+        )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{plain(tensor.dtype)} {[*tensor.shape]}"
 
 
 def _held(tensor: torch.Tensor) -> torch.nn.Parameter:
@@ -225,15 +268,16 @@ _MERGED = ("weight", "weight_scale", "bias")
 class QuantizedMLP(torch.nn.Module):
     """down(SiLU(gate(x)) · up(x)): one product for gate and up, and one kernel that multiplies, rotates and quantizes.
 
-    The state dict has the names and tensors of gate_proj, up_proj and down_proj.
+    Its layers are gate_up_proj and down_proj, whose codes are [1, out, in]. So no program loads some of the tensors of
+    a folder, where gate_proj and up_proj have tensors of their own.
     """
 
     def __init__(self, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = merged(gate, up), down
         down.before = prologues.SiluMul()
-        self.register_state_dict_post_hook(_split)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_merge)  # type: ignore[no-untyped-call]
+        for layer in (self.gate_up_proj, down):
+            layer.weight = _held(layer.weight.data.movedim(-1, 0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(x))  # type: ignore[no-any-return]
@@ -241,13 +285,40 @@ class QuantizedMLP(torch.nn.Module):
 
 def merged(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedLinear:
     """One layer with the outputs of gate, then those of up, which take the same input. It takes the place of both."""
+    if gate.input_scale is not None and up.input_scale is not None:
+        _check_one_input("", dict(zip(_PARTS, (gate.input_scale, up.input_scale), strict=True)))
     for name in _MERGED:
         both = [getattr(each, name) for each in (gate, up)]
         setattr(gate, name, None if both[0] is None else _held(_cat([each.data for each in both])))
-    if gate.input_scale is not None and up.input_scale is not None:
-        gate.input_scale = _held(torch.maximum(gate.input_scale.data, up.input_scale.data))
     gate.out_features += up.out_features
     return gate
+
+
+def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model as folders have them, with gate_proj and up_proj in place of each gate_up_proj."""
+    state = model.state_dict()
+    for module in [name for name, each in model.named_modules() if isinstance(each, QuantizedMLP)]:
+        for layer, name in product(("gate_up_proj", "down_proj"), (*_MERGED, "input_scale")):
+            tensor = state.pop(f"{module}.{layer}.{name}", None)
+            if tensor is None:
+                continue
+            tensor = tensor.movedim(0, -1) if name == "weight" else tensor
+            parts = {"down_proj": tensor}
+            if layer == "gate_up_proj":
+                halves = tensor.chunk(2) if tensor.dim() else (tensor, tensor.clone())
+                parts = dict(zip(_PARTS, halves, strict=True))
+            state |= {f"{module}.{part}.{name}": each for part, each in parts.items()}
+    return state
+
+
+def _check_one_input(prefix: str, scales: Mapping[str, torch.Tensor]) -> None:
+    """Raise `UsageError` if gate_proj and up_proj, which have one input, have two scales for it."""
+    found = [float(each) for each in scales.values() if not each.is_meta]
+    if len(set(found)) > 1:
+        raise UsageError(
+            f"{prefix}gate_proj and up_proj have one input, but input_scale is {found[0]} and {found[1]}; quantize the "
+            "model again"
+        )
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -256,18 +327,3 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
     if dtype.itemsize > 1:
         return torch.cat(tensors)
     return torch.cat([each.view(torch.uint8) for each in tensors]).view(dtype)
-
-
-def _split(module: QuantizedMLP, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name in (*_MERGED, "input_scale"):
-        both = state.pop(f"{prefix}gate_up_proj.{name}", None)
-        if both is not None:
-            halves = both.chunk(2) if both.dim() else (both, both.clone())
-            state |= {f"{prefix}{part}.{name}": half for part, half in zip(_PARTS, halves, strict=True)}
-
-
-def _merge(module: QuantizedMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name in (*_MERGED, "input_scale"):
-        halves = [state.pop(f"{prefix}{part}.{name}", None) for part in _PARTS]
-        if all(half is not None for half in halves):
-            state[f"{prefix}gate_up_proj.{name}"] = _cat(halves) if halves[0].dim() else torch.maximum(*halves)

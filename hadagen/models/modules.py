@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
+from torch.nn.functional import embedding, linear
 
 from hadagen.errors import UsageError
-from hadagen.models.folding import EMBEDDING, HEAD, Folding, Sizes, finite
+from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, NORMS, Folding, Sizes, finite
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
-from hadagen.models.scheme import Scheme
+from hadagen.models.scheme import LAYERS, Scheme
+from hadagen.models.stored import check_is_whole, kinds_of
 from hadagen.runtime.rotation import Rotation
+
+
+def check(model: torch.nn.Module, sizes: Sizes, kind: str) -> None:
+    """Raise what `check_is_whole` raises, for a model of 16 or 32 bits whose weights need not be there yet.
+
+    Raises `UsageError` if the model has no last layer, or other names than Llama's.
+    """
+    _check_is_causal(model)
+    check_is_whole(kinds_of(model.state_dict() | dict(model.named_buffers())), sizes, kind)
 
 
 def insert(model: torch.nn.Module, scheme: Scheme) -> None:
@@ -77,6 +89,77 @@ def merge(model: torch.nn.Module) -> None:
             model.set_submodule(name, QuantizedMLP(*parts))  # type: ignore[arg-type]
 
 
+# ---- layers that are rotated, and have no codes ----------------------------------------------------------------------
+_ADAPTED = ("modules_to_save", "ln_tuning_layers")  # where PEFT keeps copies of layers
+_WHY = 'the model is rotated, so {} of the original model do not fit; quantize it with rotation="blocks", or None'
+
+
+class RotatedLinear(torch.nn.Module):
+    """A linear layer without codes in a rotated model. It is no `torch.nn.Linear`, so no adapter takes it for one."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _refuse_parametrizations(self)
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return _WHY.format("adapters")
+
+
+class RotatedEmbedding(torch.nn.Module):
+    """An embedding in a rotated model. It is no `torch.nn.Embedding`, so no adapter takes it for one."""
+
+    weight: torch.Tensor
+    padding_idx: int | None
+    extra_repr = RotatedLinear.extra_repr
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        _refuse_parametrizations(self)
+        return embedding(tokens, self.weight, self.padding_idx)
+
+
+def guard(model: torch.nn.Module, scheme: Scheme) -> None:
+    """Let what rotations have changed refuse the adapters and embeddings of the original model."""
+    whole = scheme.rotation == "quarot"
+    turned = LAYERS if whole else ("v_proj", "o_proj") if scheme.rotates_values else ()
+    for name, layer in model.named_modules():
+        short = name.rpartition(".")[2]
+        if isinstance(layer, torch.nn.Linear) and (short in turned or (whole and f"{name}.weight" == HEAD)):
+            layer.__class__ = RotatedLinear  # type: ignore[assignment]
+        elif whole and f"{name}.weight" == EMBEDDING:
+            layer.__class__ = RotatedEmbedding
+        elif not (whole and (short in NORMS.values() or f"{name}.weight" == LAST_NORM)):
+            continue
+        layer.register_load_state_dict_pre_hook(_refuse_copies)
+    if whole:
+        model.get_submodule(EMBEDDING.partition(".")[0]).register_forward_pre_hook(_refuse_embeddings, with_kwargs=True)
+        for name in ("load_adapter", "add_adapter"):  # of transformers
+            setattr(model, name, _refuse_adapters)
+
+
+def _refuse_adapters(*_: Any, **__: Any) -> None:
+    raise UsageError(_WHY.format("adapters"))
+
+
+def _refuse_parametrizations(layer: torch.nn.Module) -> None:
+    if "parametrizations" in layer._modules:  # as PEFT adapts parameters
+        _refuse_adapters()
+
+
+def _refuse_copies(layer: torch.nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    if any(f".{name}." in f".{prefix}" for name in _ADAPTED):
+        _refuse_adapters()
+
+
+def _refuse_embeddings(model: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    given = any(isinstance(each, torch.Tensor) and each.dim() == 3 for each in arguments)
+    if given or options.get("inputs_embeds") is not None:
+        raise UsageError(_WHY.format("inputs_embeds"))
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
 def place_rotations(model: torch.nn.Module) -> None:
     """Move each rotation to the device of its layer.
 

@@ -11,7 +11,7 @@ from hadagen.errors import UsageError, choice, shown
 if TYPE_CHECKING:
     from hadagen.runtime.rotation import Rotation
 
-METHOD, VERSION = "hadagen", 1  # in the `quantization_config` of a checkpoint
+METHOD, VERSION = "hadagen", 2  # in the `quantization_config` of a checkpoint
 # The format of `rotate_quantize` for the weights of a name.
 WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row"}
 ACTIVATIONS = ("int8-row", "fp8-row", "fp8-tensor", None)
@@ -51,6 +51,8 @@ class Scheme:
     seed: of the random signs of the rotation of the residual stream.
     ignore: layers that are not quantized, by their names, or by the last components of their names.
     online: the layers whose inputs are rotated in each pass, by the last components of their names.
+    head: the length of the heads of values, if a rotation of them is folded into the weights of a checkpoint.
+    checksum: of the tensors of a checkpoint, by which changes are noticed.
     cache: the codes of keys and values in a cache, with a scale for each head of a token: "int8", "fp8" or "int4"; None
         keeps their type. Unless rotation is None, the heads of values are rotated too, and in each pass those of
         queries and keys, behind their rotary embedding.
@@ -65,6 +67,8 @@ class Scheme:
     ignore: tuple[str, ...] = ("lm_head",)
     online: Mapping[str, Online] = field(default_factory=dict)
     cache: str | None = None
+    head: int | None = None
+    checksum: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("weights", self.weights, WEIGHTS)
@@ -78,6 +82,8 @@ class Scheme:
         _check_choice("rotation", self.rotation, ROTATIONS)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
             raise UsageError(f"seed = {shown(self.seed)} is not possible; pass an integer from 0 to 2^63 - 1")
+        if self.head is not None and (type(self.head) is not int or self.head < 1):
+            raise UsageError(f"head = {shown(self.head)} is no length of heads; take the one that hadagen wrote")
         given: Any = self.ignore
         if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(e, str) for e in given):
             raise UsageError(f'ignore = {shown(given)} is no list of names of layers; pass one such as ["lm_head"]')
@@ -116,6 +122,8 @@ class Scheme:
             "seed": self.seed,
             "ignore": list(self.ignore),
             "online": online,
+            "head": self.head,
+            "checksum": self.checksum,
         }
 
     @property
