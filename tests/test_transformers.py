@@ -392,7 +392,7 @@ def test_a_configuration_that_is_wrong_is_one_sentence(folder: Path) -> None:
 
 def test_floats_in_place_of_codes_are_one_sentence(folder: Path) -> None:
     plain, model = load(folder), load(folder, quantization_config=HadagenConfig(rotation=None))
-    names = {"mlp": "model.layers.0.mlp.gate_proj", "self_attn": "model.layers.0.self_attn.q_proj"}
+    names = {"mlp": "model.layers.0.mlp.down_proj", "self_attn": "model.layers.0.self_attn.q_proj"}
     before = logits(model)
     for part, name in names.items():
         state = {key: each for key, each in plain.state_dict().items() if f".{part}." in key}
