@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,6 @@ _CODES = {"int8": ("I8",), "fp8": ("F8_E4M3",)}
 _UNROTATED = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 _AGAIN = "quantize the model again"
-_unfinished: ContextVar[Path | None] = ContextVar("_unfinished", default=None)
 
 
 # ---- names, types and shapes -----------------------------------------------------------------------------------------
@@ -129,16 +126,6 @@ def kinds_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Kind]:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-@contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Let this context read a folder that is not complete."""
-    token = _unfinished.set(folder.resolve())
-    try:
-        yield
-    finally:
-        _unfinished.reset(token)
-
-
 def opened(path: Path) -> Any:
     """A reader of safetensors, as a context. Raises `StorageError` for a file that is none."""
     try:
@@ -155,7 +142,7 @@ def check_files(files: Iterable[str | Path], sizes: Sizes, kind: str, scheme: Sc
     paths = [Path(file) for file in files]
     found: dict[str, Kind] = {}
     for path in paths:
-        if (path.parent / UNFINISHED).exists() and path.parent.resolve() != _unfinished.get():
+        if (path.parent / UNFINISHED).exists():
             raise UsageError(f"{path.parent} is not complete; run the hadagen quantize that began it again")
         with opened(path) as reader:
             for name in reader.keys():  # noqa: SIM118
