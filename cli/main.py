@@ -71,7 +71,7 @@ class Commands(Group):
                 if os.environ.get("HADAGEN_DEBUG"):
                     traceback.print_exc()
                 say(f"hadagen: {sentence}", err=True)
-        _flush_stdout()
+        _flush()
         sys.exit(status)
 
     def resolve_command(
@@ -94,12 +94,13 @@ def _open_missing_streams() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
 
 
-def _flush_stdout() -> None:
-    """Python flushes once more when it ends, and would print a traceback if this fails."""
-    try:
-        click.echo(nl=False)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _flush() -> None:
+    """Python flushes once more when it ends, and would print a traceback or change the exit code if this fails."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

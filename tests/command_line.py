@@ -2,6 +2,7 @@
 
 import inspect
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def database(tmp_path: Path) -> Path:
 def run(*arguments: str | Path) -> Result:
     interrupts = signal.getsignal(signal.SIGINT)
     try:
-        return CliRunner(**_APART).invoke(main, [str(argument) for argument in arguments], prog_name="hadagen")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("default", module="hadagen")  # commands print them
+            return CliRunner(**_APART).invoke(main, [str(argument) for argument in arguments], prog_name="hadagen")
     finally:
         signal.signal(signal.SIGINT, interrupts)  # which are ignored at the end of a command that was interrupted
 

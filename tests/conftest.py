@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if failing.covers(item.nodeid):
                 item.add_marker(pytest.mark.xfail(reason=failing.why, strict=True))
     if hasattr(config, "workerinput"):  # of xdist
-        items.sort(key=lambda item: turn(item.path.name))
+        items.sort(key=lambda item: turn(item.nodeid.partition("::")[0].rpartition("/")[2]))
     _skip_without_chromium(config, [item for item in items if item.get_closest_marker("chromium")])
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     for item in gpu_items:

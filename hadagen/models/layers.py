@@ -313,7 +313,7 @@ def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _check_one_input(prefix: str, scales: Mapping[str, torch.Tensor]) -> None:
     """Raise `UsageError` if gate_proj and up_proj, which have one input, have two scales for it."""
-    found = [float(each) for each in scales.values() if not each.is_meta]
+    found = [each.item() for each in scales.values() if not each.is_meta]
     if len(set(found)) > 1:
         raise UsageError(
             f"{prefix}gate_proj and up_proj have one input, but input_scale is {found[0]} and {found[1]}; quantize the "

@@ -32,7 +32,7 @@ def _register() -> None:
     with suppress(Exception):  # which the first use of a name raises, and `import torch` must not
         for name in ("transform", "quantize", "prologue_operator"):  # which import all others
             import_module(f"hadagen.runtime.{name}")
-        _when_imported("torch.utils.flop_counter", _register_flops)
+    _when_imported("torch.utils.flop_counter", _register_flops)
 
 
 def _register_flops() -> None:
