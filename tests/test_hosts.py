@@ -262,9 +262,9 @@ def by_checkpoint(model: Any, other: Any, folder: Path) -> Any:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    checkpoint.save(get_model_state_dict(model), checkpoint_id=folder / "made", no_dist=True)
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=folder / "made")
     state = get_model_state_dict(other)
-    checkpoint.load(state, checkpoint_id=folder / "made", no_dist=True)
+    checkpoint.load(state, checkpoint_id=folder / "made")
     return set_model_state_dict(other, state)
 
 

@@ -108,6 +108,16 @@ def test_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert Nvrtc.find().path == str(library)
 
 
+@pytest.mark.parametrize(("version", "said"), [((12, 8), ""), ((12, 9), "--no-cache"), ((13, 0), "--no-cache")])
+def test_a_source_that_nvrtc_knows_is_compiled_again(version: tuple[int, int], said: str, tmp_path: Path) -> None:
+    """Because NVRTC's log has no report on what it kept."""
+    last = f'if (FILE* f = fopen("{tmp_path / "last"}", "w")) fputs(options[count - 1], f), fclose(f)'
+    library = Nvrtc.at(str(fake_nvrtc.build(tmp_path / "fake.so", last, version)))
+    with pytest.raises(CompileError):
+        library.compile("text", "text.cu", "sm_90", ["-flag"], {})
+    assert (tmp_path / "last").read_text() == (said or "-flag")
+
+
 @pytest.mark.usefixtures("nowhere")
 def test_where_there_is_none_the_fix_is_named() -> None:
     with pytest.raises(NoCompilerError, match=r"NVRTC was not found .*; install PyTorch with CUDA, or: pip install"):

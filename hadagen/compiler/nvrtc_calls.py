@@ -52,6 +52,7 @@ def compile_source(
     texts, names = many(*(t.encode() for t in headers.values())), many(*(n.encode() for n in headers))
     call(library, "CreateProgram", byref(program), text.encode(), name.encode(), len(headers), texts, names)
     try:
+        options = [*options, *_uncached(library)]
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         status = library.nvrtcCompileProgram(program, len(options), given)
         log = _bytes(library, "ProgramLog", program).replace(b"\0", b"").decode(errors="replace")
@@ -62,6 +63,14 @@ def compile_source(
         return "", _bytes(library, "PTX", program).rstrip(b"\0"), cubin, log
     finally:
         library.nvrtcDestroyProgram(byref(program))
+
+
+def _uncached(library: Any) -> list[str]:
+    """The option with which NVRTC compiles a source again. From CUDA 12.9 on, where a driver is installed, NVRTC keeps
+    what it has compiled, and the log of a source that it knows lacks the report on the kernel's resources."""
+    major, minor = c_int(), c_int()
+    call(library, "Version", byref(major), byref(minor))
+    return ["--no-cache"] if (major.value, minor.value) >= (12, 9) else []
 
 
 def call(library: Any, function: str, *arguments: Any) -> None:
