@@ -173,7 +173,7 @@ def encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if to.element is Element.E4M3:
         return encode_e4m3(scaled)
     if to.element is Element.NONE:
-        return scaled.new_empty((len(scaled), 0), dtype=torch.uint8)
+        return scaled.new_empty((*scaled.shape[:-1], 0), dtype=torch.uint8)
     # These have no code for NaN and infinity. Infinity over an infinite scale is NaN.
     scaled = torch.where(x.isinf(), x, scaled).nan_to_num(0.0, torch.inf, -torch.inf)
     if to.element is Element.E2M1:
