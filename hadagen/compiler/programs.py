@@ -132,7 +132,7 @@ def run(
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """What Ctrl-C does, it does at the end: within, nobody could end a program that has just started."""
+    """Hold back Ctrl-C until the end: before it, nobody could end a program that has just started."""
     known = signal.getsignal(signal.SIGINT)
     if not callable(known) or current_thread() is not main_thread():
         yield

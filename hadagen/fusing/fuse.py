@@ -54,7 +54,7 @@ class _Both(CustomGraphPass):
             each(graph)
 
     def uuid(self) -> Any:
-        """Those of both. None if the first has none: Inductor then caches nothing."""
+        """The uuids of both passes. None if the first pass has none: Inductor then caches nothing."""
         uuids = tuple(each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes)
         return uuids if all(uuids) else None
 

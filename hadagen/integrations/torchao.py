@@ -341,7 +341,7 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _what(weight: RotatedWeight) -> tuple[Any, ...]:
-    """What two weights have in common that can be copied to each other."""
+    """The properties that weights must share to be copied to each other."""
     return weight.shape, weight.kind, weight.block, weight.is_transposed
 
 

@@ -26,10 +26,10 @@ from hadagen.models.stored import CONFIG, UNFINISHED, Kind, check_is_whole, chec
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAFETENSORS = ".safetensors"
-# What is copied by the ends of names: tokenizers and their code, chat templates, settings of generation.
+# Files that are copied, by the ends of names: tokenizers and their code, chat templates, settings of generation.
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
 _TEMPLATES = "additional_chat_templates"  # a folder
-# What tells programs of the weights of the model as it is: of an adapter, of Mistral's format, of other quantizers.
+# Files about the weights of the original model, which are not copied: of an adapter, of other quantizers and formats.
 _OF_WEIGHTS = {
     *(CONFIG, "adapter_config.json", "params.json"),
     *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),

@@ -148,7 +148,7 @@ def output(folder: Path, plan: Mapping[str, Any], files: Collection[str]) -> Ite
 
 
 def _made_by(folder: Path, plan: Mapping[str, Any], files: Collection[str]) -> dict[str, Any]:
-    """What a folder has of an earlier run with a plan. Raises `UsageError` if it has anything else."""
+    """The files that an earlier run with a plan left in a folder. Raises `UsageError` if there are others."""
     names = {path.name for path in folder.iterdir()} - {LOCK} if folder.exists() else set()
     if UNFINISHED not in names:
         if names:
@@ -175,7 +175,7 @@ def _text(plan: Mapping[str, Any]) -> str:
 
 
 def _described(path: Path) -> dict[str, Any] | None:
-    """What a file holds: its size, a digest, and its tensors; None if it is no file."""
+    """The size, a digest and the tensors of a file; None if it is no file."""
     digest = hashlib.sha256()
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:

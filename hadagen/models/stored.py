@@ -1,4 +1,4 @@
-"""What a folder of a model holds, and whether it is what hadagen would take or write.
+"""Check that the folder of a model is one that hadagen would read or write.
 
 A folder of codes is right, or it is refused, for instance if its tensors have other names, types or shapes than its
 scheme and sizes ask for, or another checksum than its configuration has.
@@ -29,7 +29,7 @@ FLOATS = ("F16", "BF16", "F32")
 NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}  # as safetensors name types
 NAMES |= {torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
 _CODES = {"int8": ("I8",), "fp8": ("F8_E4M3",)}
-# What rotations leave as it is, by the ends of names.
+# Tensors that no rotation changes, by the ends of names.
 _UNROTATED = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 _AGAIN = "quantize the model again"

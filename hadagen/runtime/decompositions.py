@@ -51,7 +51,7 @@ def in_onnx_export() -> bool:
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """An exported program with PyTorch's own operators in place of those of hadagen, which runs without hadagen.
+    """Replace hadagen's operators in an exported program by PyTorch's own, so that it runs without hadagen.
 
     program: what `torch.export.export` returned. Its other operators stay. Results differ from those of the program by
     roundings of float32, so a value that is nearly in the middle between two codes may get either.

@@ -67,7 +67,7 @@ class SealedModule(torch.nn.Module):
         """Register the buffers on the default device."""
         device = torch.empty(0).device  # get_default_device ignores `with torch.device` in PyTorch 2.6
         self._place = torch.empty(0, dtype=torch.int8, device=device)
-        # Those that are None come last, because torch.export counts buffers that are not None by their places.
+        # Buffers that are None come last, because torch.export counts buffers that are not None by their places.
         for name, size in sorted(self._sizes.items(), key=lambda item: item[1] is None):
             self.register_buffer(name, None if size is None else _placed(self._values[name], size, device))
         self._fill()
