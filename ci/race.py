@@ -120,6 +120,8 @@ def main(columns: Any, block: Any, rows: Any, to: Any, before: Any, path: Path |
                 ratios.append(float(found[-2]))
                 writer.writerow([*found, *same])
                 file.flush()
+    if not ratios:
+        raise click.ClickException("no block divides these columns; name others")
     click.echo(f"{len(ratios)} cells; {geometric_mean(ratios):.2f} times as fast, from {min(ratios):.2f}", err=True)
 
 

@@ -202,7 +202,6 @@ def _loaded(folder: Path, device: torch.device) -> Any:
         model, found = load(folder, **options)
         if missing := sorted(found["missing_keys"]):  # which transformers fills with random numbers
             raise UsageError(f"{folder} has no tensor {missing[0]}; download the whole model")
-        return model.to(device)
     except HadagenError:
         raise
     except Exception as error:
@@ -210,6 +209,8 @@ def _loaded(folder: Path, device: torch.device) -> Any:
         raise UsageError(
             f"transformers cannot load {folder} ({shortened(reason, 200)}); name a folder that it loads"
         ) from error
+    with _calculating(device):
+        return model.to(device)
 
 
 @contextmanager

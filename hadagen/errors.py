@@ -12,7 +12,7 @@ _LONGEST_SECRET = 1000  # characters
 # The password of a URL, of which a path keeps one slash, and that of a setting, as in a query of a URL or a connection
 # string.
 _OF_URL = re.compile(rf"(:/{{1,2}}[^\s:/@]{{0,{_LONGEST_SECRET}}}:)\S{{1,{_LONGEST_SECRET}}}@")
-_OF_SETTING = re.compile(r"((?i:passwd|password)\s{0,9}=\s{0,9})('(?:[^'\\]|\\.)*'|[^\s&;,'\")]+)")
+_OF_SETTING = re.compile(r"((?i:passwd|password)\s{0,9}=\s{0,9})('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\s&;,'\")]+)")
 
 
 def without_passwords(text: str) -> str:
@@ -23,7 +23,8 @@ def without_passwords(text: str) -> str:
 def value_without_passwords(text: str) -> str:
     """The same for one value, whose password may have any characters, and which may be a URL without its scheme."""
     head, at, host = text.rpartition("@")
-    if at and (user := re.match(r"[^:@]*:(//[^:@]*:)?(?!//)", head)):
+    is_path = "/" in head and "//" not in head
+    if at and not is_path and (user := re.match(r"[^:@]*:(//[^:@]*:)?(?!//)", head)):
         text = f"{user[0]}***@{host}"
     return without_passwords(text)
 

@@ -380,6 +380,12 @@ def test_nobody_loads_a_folder_whose_run_was_killed_while_calibrating(plain: Pat
         seen.append([path.name for path in out.iterdir() if path.name in (CONFIG, INDEX)])
         raise KeyboardInterrupt
 
+    def refuse(folder: Path) -> Any:
+        raise UsageError("a text without a scale")
+
+    with pytest.raises(UsageError):
+        list(convert(plain, out, wanted, calibrate=refuse))
+    assert [path.name for path in out.glob("*.safetensors")]  # another text goes on from here
     with pytest.raises(KeyboardInterrupt):
         list(convert(plain, out, wanted, calibrate=kill))
     assert seen == [None, []]
@@ -387,7 +393,6 @@ def test_nobody_loads_a_folder_whose_run_was_killed_while_calibrating(plain: Pat
     with pytest.raises(ValueError, match=r"config\.json"):
         load(out)
     options = ("--weights", "fp8", "--activations", "fp8-tensor", "--calibrate")
-    text.with_name("zeros.txt").write_text("0 0")
     succeed("quantize", plain, out, *options, text)
     assert load(out).config.quantization_config.activations == "fp8-tensor"
     (text.parent / "foreign.txt").write_text("7 " * 20)
@@ -490,6 +495,11 @@ def test_what_cannot_be_quantized_is_one_sentence(plain: Path, tmp_path: Path) -
     assert f"names {file.name!r}, which is not there; download it again" in said(1)
     (plain / INDEX).write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     assert "names '../a.safetensors', which is not there" in said(1)
+    long = "a" * 90
+    (plain / f"{long}.safetensors").write_bytes(whole)
+    names = f"{long}/../../a.safetensors", f"{long}.safetensors"
+    (plain / INDEX).write_text(json.dumps({"weight_map": dict(zip("ab", names, strict=True))}))
+    assert f"names '{long[:79]}…, which is not there" in said(1)
     (plain / INDEX).unlink()
     assert "has neither model.safetensors nor model.safetensors.index.json" in said(2)
 

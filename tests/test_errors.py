@@ -113,6 +113,7 @@ WITH_PASSWORD = {
     "postgresql://host/x?sslpassword={}&a=1": "postgresql://host/x?sslpassword=***&a=1",
     "host=here password={} dbname=x": "host=here password=*** dbname=x",
     "host=here PASSWORD = '{} {}' dbname=x": "host=here PASSWORD = *** dbname=x",
+    'host=here password="{} {}" dbname=x': "host=here password=*** dbname=x",
 }
 
 
@@ -138,7 +139,15 @@ def test_a_value_that_may_be_a_url_shows_no_password(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["tls://host:8786", "postgresql://me@host:5432/x", "https://a.org/b@c:d", "me@host", "a:b", "no password: x"],
+    [
+        "tls://host:8786",
+        "postgresql://me@host:5432/x",
+        "https://a.org/b@c:d",
+        "me@host",
+        "a:b",
+        "no password: x",
+        "C:/a/b:c@d",
+    ],
 )
 def test_values_without_a_password_are_shown_as_they_are(text: str) -> None:
     assert shown(text) == repr(text)

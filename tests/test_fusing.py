@@ -640,6 +640,14 @@ def test_a_call_removes_the_pass_where_no_other_needs_it(settings: Any) -> None:
     assert not is_on()
 
 
+def test_undo_removes_a_pass_that_a_copy_of_the_settings_brought_back() -> None:
+    fuse()
+    with config.patch(joint_custom_post_pass=None):
+        fuse.undo()
+    fuse.undo()
+    assert room._PASS not in passes_of(config)
+
+
 def in_a_thread(call: Callable[[], Any]) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()))

@@ -132,19 +132,20 @@ def run(
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Hold back Ctrl-C until the end: before it, nobody could end a program that has just started."""
-    known = signal.getsignal(signal.SIGINT)
-    if not callable(known) or current_thread() is not main_thread():
-        yield
-        return
-    came: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    """Hold back Ctrl-C and SIGTERM until the end: before it, nobody could end a program that has just started."""
+    numbers = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
+    known = {number: each for number in numbers if callable(each := signal.getsignal(number))}
+    came: list[tuple[int, FrameType | None]] = []
+    for number in known:
+        signal.signal(number, lambda number, frame: came.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, known)
+        for number, handler in known.items():
+            signal.signal(number, handler)
         if came:
-            known(signal.SIGINT, came[0])
+            first, frame = came[0]
+            known[signal.Signals(first)](first, frame)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -105,8 +105,8 @@ def _remove() -> None:
     entry = cast(Any, config)._config[_PLACE]
     if isinstance(entry.user_override, _InAllThreads):
         entry.user_override = entry.user_override.setting
-    elif not isinstance(entry.user_override, ContextVar):
-        setattr(config, _PLACE, _without(getattr(config, _PLACE)))
+    if (passes := getattr(config, _PLACE)) is not None:  # where a copy of the settings may have brought ours back
+        setattr(config, _PLACE, _without(passes))
 
 
 class _Fuse:

@@ -74,7 +74,8 @@ class Checkpoint:
         found = read_json(self.folder / INDEX).get("weight_map")
         if not isinstance(found, dict):
             raise StorageError(f"{self.folder / INDEX} has no weight_map; download it again")
-        for file in {shown(each): each for each in found.values()}.values():
+        # Values may be of any type, also of one that cannot be a key.
+        for file in {each if isinstance(each, str) else id(each): each for each in found.values()}.values():
             is_name = isinstance(file, str) and Path(file).name == file and file.endswith(_SAFETENSORS)
             if not is_name or not (self.folder / file).is_file():
                 raise StorageError(f"{self.folder / INDEX} names {shown(file)}, which is not there; download it again")
@@ -172,8 +173,7 @@ def convert(
         if calibrate:
             with out.beside({*files.values()}) as place:
                 _complete(place, config, replace(folding.scheme, activations=None), files)  # to measure with
-                with out.refusing():
-                    scales = calibrate(place)
+                scales = calibrate(place)  # if that fails, another text or device may go on
             files |= dict.fromkeys(out.save(SCALES, scales), SCALES)
             yield SCALES, False
         for name, path in others.items():

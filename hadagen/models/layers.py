@@ -285,8 +285,12 @@ class QuantizedMLP(torch.nn.Module):
 
 def merged(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedLinear:
     """One layer with the outputs of gate, then those of up, which take the same input. It takes the place of both."""
-    if gate.input_scale is not None and up.input_scale is not None:
-        _check_one_input("", dict(zip(_PARTS, (gate.input_scale, up.input_scale), strict=True)))
+    given = [each.input_scale for each in (gate, up) if each.input_scale is not None]
+    if len(scales := {each.item() for each in given if not each.is_meta}) > 1:
+        raise UsageError(
+            f"gate_proj and up_proj have one input, but input_scale is {min(scales)} and {max(scales)}; quantize the "
+            "model again"
+        )
     for name in _MERGED:
         both = [getattr(each, name) for each in (gate, up)]
         setattr(gate, name, None if both[0] is None else _held(_cat([each.data for each in both])))
@@ -309,16 +313,6 @@ def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 parts = dict(zip(_PARTS, halves, strict=True))
             state |= {f"{module}.{part}.{name}": each for part, each in parts.items()}
     return state
-
-
-def _check_one_input(prefix: str, scales: Mapping[str, torch.Tensor]) -> None:
-    """Raise `UsageError` if gate_proj and up_proj, which have one input, have two scales for it."""
-    found = [each.item() for each in scales.values() if not each.is_meta]
-    if len(set(found)) > 1:
-        raise UsageError(
-            f"{prefix}gate_proj and up_proj have one input, but input_scale is {found[0]} and {found[1]}; quantize the "
-            "model again"
-        )
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hadagen.errors import HadagenError, StorageError, UsageError, shown
+from hadagen.errors import StorageError, UsageError, shown
 from hadagen.models.json_file import read_json, write_json
 from hadagen.models.stored import UNFINISHED
 from hadagen.owners import make_folder
@@ -70,7 +70,7 @@ class Output:
         """If the model is refused within the `with`, remove all that was written: the same command would fail again."""
         try:
             yield
-        except HadagenError:
+        except UsageError:
             for file in (*self._files, UNFINISHED):
                 with suppress(OSError):
                     (self.folder / file).unlink()

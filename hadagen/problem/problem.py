@@ -30,7 +30,7 @@ RIGHT_ORDERS = (32, 64, 128, 256)
 # The least elements of a group with one scale: those of a vector of 8-bit codes.
 LEAST_GROUP = 16
 # The elements that a warp takes at once, and the most warps of a block if their number is odd.
-_CHUNK, MAX_ODD_WARPS = 256, 31
+_CHUNK, _MAX_ODD_WARPS = 256, 31
 # Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
 _LONGEST = 57344
 # Index bits of the shortest H with two mma. A shorter one has no exchange either.
@@ -333,7 +333,7 @@ class Problem:
         if self.transform.has_matrix or form is None or form.group != unit or unit & (unit - 1) == 0:
             return unit
         least = max(_CHUNK, self.n)
-        while odd_part(found := -(-unit // least) * least) > MAX_ODD_WARPS:
+        while odd_part(found := -(-unit // least) * least) > _MAX_ODD_WARPS:
             least *= 2
         return found
 
