@@ -854,10 +854,10 @@ def test_all_phases_end_in_time(
         sleep(0.02)  # for other threads to see that time is over
         return trial(self, variant)
 
-    def slow_write(*arguments: Any) -> Any:
+    def slow_write(*arguments: Any, **options: Any) -> Any:
         now[0] += 2.0
         writes.append(now[0])
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(FakeDevice, "trial", slow_trial)
     monkeypatch.setattr(make, "make_bundle", slow_write)
