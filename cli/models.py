@@ -119,8 +119,9 @@ def evaluate(
 
     Prints the perplexity of MODEL, a folder with safetensors and
     tokenizer.json. It is exp of the mean loss, which --json gives too; of a bad
-    model it may be too large for a number, or not a number. With --against, prints that of the other model too, and
-    the share of positions at which both find the same next token most likely.
+    model it may be too large for a number, or not a number. With --against,
+    prints that of the other model too, and the share of positions at which both
+    find the same next token most likely.
     """
     import torch
 

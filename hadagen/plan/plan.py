@@ -187,7 +187,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0, operands: OperandValues 
 
     from hadagen.plan.steps.values import TileValues
 
-    more = (plan.tile_elements - plan.elements_in_memory) * plan.problem.is_padded
+    more = plan.tile_elements - plan.elements_in_memory
     tiles = np.pad(np.asarray(x).reshape(-1, plan.elements_in_memory), ((0, 0), (0, more)))
     values = TileValues(plan.loaded, tiles, scale, operands or {})
     for step in plan.steps:
