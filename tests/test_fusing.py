@@ -4,6 +4,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -646,6 +647,11 @@ def test_undo_removes_a_pass_that_a_copy_of_the_settings_brought_back() -> None:
         fuse.undo()
     fuse.undo()
     assert room._PASS not in passes_of(config)
+
+
+def test_a_setting_of_each_thread_has_all_that_pytorch_may_call() -> None:
+    """PyTorch 2.15 resets where 2.13 sets."""
+    assert {name for name in dir(ContextVar) if name[0] != "_"} <= {*dir(room._InAllThreads), "name"}
 
 
 def in_a_thread(call: Callable[[], Any]) -> Any:

@@ -92,6 +92,9 @@ class _InAllThreads:
     def set(self, passes: Any) -> Any:
         return self.setting.set(_without(passes))
 
+    def reset(self, token: Any) -> None:
+        self.setting.reset(token)
+
 
 def _add() -> None:
     entry = cast(Any, config)._config[_PLACE]
