@@ -286,6 +286,7 @@ CASES: dict[str, dict[str, Any]] = {
     "n896-k28-signed-bfloat16-to-fp8_head_fa3-accurate": {"rows": 4, "warps": 2},
     "n4096-bfloat16-to-fp8_head-fast": {"chunks": 4, "warps": 4, "far_bits": "lanes", "far_lanes": "mma"},
     "n4096-float16-to-fp8_row_4096-accurate": {"chunks": 8, "warps": 4, "exchange_carrier": "fp32"},
+    "n128-bfloat16-to-fp8_row_65536-accurate": {"chunks": 4, "warps": 8},
 }
 
 
@@ -317,6 +318,31 @@ def test_rows_that_do_not_fill_their_tile_are_read_alone(key: str) -> None:
     assert problem.is_padded
     errors = verify(problem, source(problem, **PADDED[key]))
     assert {name: error for name, error in errors.items() if not error <= problem.error_bound} == {}
+
+
+# Rows that no block holds: the largest magnitude of a row, or values of H too, cross the blocks of a cluster.
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "n1-after-silu_mul_interleaved-float32-to-int4_row_57040-accurate": {"load": "cp_async"},
+    "n64-signed-after-silu_mul-float16-to-fp8_row_100096-accurate": {"load": "bulk"},
+    "n65536-bfloat16-to-int8_row_65536-accurate": {"chunks": 4, "warps": 8, "exchange_rounds": 2},
+    "n131072-bfloat16-to-fp8_group_128-accurate": {"chunks": 8, "warps": 8},
+}
+
+
+@pytest.mark.parametrize("key", CLUSTERS)
+def test_rows_that_no_block_holds(key: str) -> None:
+    problem = Problem.parse(key)
+    kernel = source(problem, **CLUSTERS[key])
+    assert kernel.launch.cluster > 1
+    errors = verify(problem, kernel)
+    assert {name: error for name, error in errors.items() if not error <= problem.error_bound} == {}
+
+
+def test_a_row_that_one_block_holds_has_no_cluster() -> None:
+    """Whose blocks would wait for each other."""
+    for columns, clusters in ((53248, {1}), (65536, {2, 4, 8, 16})):
+        space = Space(Problem.of(1, "bfloat16", to="fp8-row", columns=columns), ARCH)
+        assert {knobs.cluster for knobs in space.legal} == clusters
 
 
 @given_by_hypothesis(strategies.integers(1, 8192), strategies.sampled_from([1, 16, 128, 512, 4096]))

@@ -507,7 +507,7 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
 
     If there are far bits, chunks must be 2 or more, or `far_bits` must be lanes."""
     room = log2(knobs.chunks)
-    cta_bits = log2(knobs.cluster)
+    cta_bits = blocks_spanned(problem, knobs)
     warp_bits = max(0, problem.bits - CHUNK_BITS - room - cta_bits)
     warps = [warp(j) for j in range(warp_bits)]
     ctas = [cta(j) for j in range(cta_bits) if knobs.block_bits == EXCHANGE]
@@ -530,6 +530,12 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
     else:
         groups = [group[i : i + room] for group in (warps, ctas) for i in range(0, len(group), room)]
     return [tuple(zip(near, group, strict=False)) for group in groups]
+
+
+def blocks_spanned(problem: Problem, knobs: Knobs) -> int:
+    """log2 of the blocks of a cluster that H spans: of all blocks, unless a row has several H."""
+    beyond_a_block = problem.bits - CHUNK_BITS - log2(knobs.chunks) - log2(knobs.warps)
+    return min(log2(knobs.cluster), max(0, beyond_a_block))
 
 
 def wide_range(dtype: DType) -> bool:

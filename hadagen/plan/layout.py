@@ -154,16 +154,18 @@ class Placement:
         """The placement of a tile that is loaded in vectors of 2^vector_bits elements (2 or 3): chunks of 256 elements,
         then warps (`odd_warps` times a power of two), then blocks."""
         in_thread = (PAIR, reg(0), reg(1))
-        places = (
+        in_block = (
             *in_thread[:vector_bits],
             *(lane(j) for j in range(LANE_BITS)),
             *in_thread[vector_bits:],
             *(reg(2 + j) for j in range(chunk_bits)),
             *(warp(j) for j in range(warp_bits)),
-            *(cta(j) for j in range(cta_bits)),
         )
-        axes = {place: bit(number) for number, place in enumerate(places)}
-        return cls(axes | ({warp(warp_bits): Axis(odd_warps, 1 << len(places))} if odd_warps > 1 else {}))
+        axes = {place: bit(number) for number, place in enumerate(in_block)}
+        size = 1 << len(in_block)
+        if odd_warps > 1:
+            axes[warp(warp_bits)] = Axis(odd_warps, size)
+        return cls(axes | {cta(j): Axis(2, odd_warps * size << j) for j in range(cta_bits)})
 
     def __str__(self) -> str:
         return " ".join(f"{axis}@{place}" for place, axis in self.axes.items())

@@ -25,12 +25,13 @@ from hadagen.plan.knobs import (
     MMA_LANES,
     Knobs,
     KnobValue,
+    blocks_spanned,
     exchanges_of,
     prologue_steps,
     steps_of,
     turns_in_exchange,
 )
-from hadagen.plan.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES, log2, reg
+from hadagen.plan.layout import CHUNK_BITS, CHUNK_ELEMENTS, LANE_BITS, VECTOR_BYTES, log2, reg
 from hadagen.plan.steps.base import FP16, FP32, PACKED, Draft, Footprint, Step, mixed_chunk_bits, roundings
 from hadagen.plan.steps.conversions import Normalize
 from hadagen.plan.steps.exchanges import Exchange
@@ -62,6 +63,21 @@ class Context:
     @cached_property
     def odd_factor(self) -> int:
         return self.problem.odd_factor
+
+    @cached_property
+    def holds_tile(self) -> bool:
+        """Whether the registers of one block hold a tile of `Problem.room` elements."""
+        limits = self.arch.limits
+        for chunks in map(int, KNOBS["chunks"].values):
+            warps, rest = divmod(self.problem.room, chunks * self.odd_factor << CHUNK_BITS)
+            threads = 32 * warps * self.odd_factor
+            if rest or not 0 < threads <= limits.threads_per_block:
+                continue
+            tile = Draft(self.problem, log2(chunks), log2(warps), 0, (Load("plain"),))
+            held = min(limits.registers_per_thread, limits.registers_per_sm // threads)
+            if Footprint(tile).registers(wide=True) <= held:
+                return True
+        return False
 
     def beyond_limits(self, k: Knobs, *, wide: bool, values: str, fewer: str) -> str | None:
         """Why a block does not fit on an SM as often as `min_blocks` says, or None.
@@ -167,7 +183,7 @@ def _far(c: Context, k: Knobs) -> int:
 
 def _far_beside_blocks(c: Context, k: Knobs) -> int:
     """How many far bits are left for lanes, when the bits of blocks have gone to registers."""
-    blocks = 0 if k.block_bits == LOAD else log2(k.cluster)
+    blocks = 0 if k.block_bits == LOAD else blocks_spanned(c.problem, k)
     return _far(c, k) - min(blocks, log2(k.chunks))
 
 
@@ -252,12 +268,17 @@ def _(c: Context, k: Knobs) -> str | None:
         return f"a row of {unit} fills a tile alone (take fewer chunks or warps)"
     if k.cluster == 1:
         return None
-    if c.problem.io.form:
-        return "blocks of a cluster do not know each other's largest values (cluster must be 1)"
+    form, share = c.problem.io.form, tile // k.cluster
+    if form and c.holds_tile:
+        return "one block holds what is quantized together (cluster must be 1)"
     if "cluster" not in c.arch.features or k.cluster > c.arch.limits.cluster_blocks:
         return f"the arch has no clusters of {k.cluster} blocks"
-    if tile > c.problem.n:
+    if tile > room:
         return "the tile of several blocks is longer than a row (take fewer chunks, warps or blocks)"
+    if form and share < form.group < unit:
+        return f"a group of {form.group} is longer than the share of a block (take fewer blocks)"
+    if c.odd_factor > 1 and blocks_spanned(c.problem, k):
+        return f"H spans {c.odd_factor} warps, which is no power of two (take more chunks or warps)"
     return None
 
 
@@ -276,6 +297,8 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @RULES.first_only("block_bits")
 def _(c: Context, k: Knobs) -> str | None:
+    if c.problem.io.form:
+        return "the largest magnitude of a row crosses blocks as values of an exchange do"
     return "what comes before the transform is computed by one block alone" if c.problem.prologue else None
 
 
@@ -285,6 +308,17 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.block_bits == LOAD and packed:
         return "sums over blocks may outgrow 16 bits (mma_carrier must not be packed, accumulator must be fp32)"
     return None
+
+
+@RULES.rule("far_bits")
+def _(c: Context, k: Knobs) -> str | None:
+    form = c.problem.io.form
+    if form is None or not 0 < form.group < c.problem.unit or not blocks_spanned(c.problem, k):
+        return None
+    if form.group > CHUNK_ELEMENTS:
+        return f"values of a group of {form.group} would cross to other blocks (cluster must be 1)"
+    crosses = k.far_bits == LANES
+    return "values of one group would cross to several blocks (far_bits must be registers)" if crosses else None
 
 
 @RULES.rule("far_lanes")
@@ -393,7 +427,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return f"fp16 has no more bits than a {c.problem.io.input.value} (mma_carrier must be another)"
     if c.problem.io.numerics is Numerics.FAST:
         return "fast may carry bfloat16 (mma_carrier must be another)"
-    if k.cluster == 1 or k.block_bits == LOAD:
+    if k.cluster == 1 or k.block_bits == LOAD or c.problem.io.form:
         return "only between blocks fp16 saves more than its level costs (mma_carrier must be another)"
     if k.exchange_carrier == FP32:
         return "levels cross with fp16 (exchange_carrier must be packed)"

@@ -323,7 +323,7 @@ class Tile:
 
     def _moves(self, plan: Draft) -> bool:
         """Whether a thread stores elsewhere than it loads."""
-        return plan.placements[-1] != plan.loaded or plan.shares_loaded > 1
+        return plan.placements[-1] != plan.loaded or plan.cta_bits > 0
 
     def of_thread(self, plan: Draft) -> dict[str, str]:
         """The values that a thread computes once, besides its lane: name → C expression."""

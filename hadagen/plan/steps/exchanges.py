@@ -148,16 +148,15 @@ class Exchange(Step):
         Values have come when all expected bytes have landed at the barrier of the block. The barrier then expects the
         bytes of the next round.
         """
-        earlier, later = (
-            [s for s in some if isinstance(s, Exchange)] for some in (plan.steps[:at], plan.steps[at + 1 :])
-        )
+        earlier = [step for step in plan.steps[:at] if isinstance(step, Exchange)]
+        later = [step for step in plan.steps[at + 1 :] if step.crosses(plan)]
         free = not earlier and number == 0 and _slots_are_free(plan)
         before, between, after = [] if free else ["block_sync()"], ["block_sync()"], list[str]()
         if self.crosses_blocks:
             crossings = number + sum(step.rounds for step in earlier if step.crosses_blocks)
             before, between = ["cluster_wait()"], [f"remote_barrier_wait(crossed, {crossings % 2})"]
-            if later or number < self.rounds - 1:  # exchanges that cross come last
-                expected = self.crossed_bytes(plan)
+            if following := [*[self] * (number < self.rounds - 1), *later][:1]:
+                expected = following[0].crossed_bytes(plan)
                 between.append(f"if (thread_index() == 0) barrier_expect(crossed, {expected}u)")
                 after.append("cluster_arrive()")
         planes = [self._plane(plan, plane, number * self.planes + plane) for plane in range(self.planes)]

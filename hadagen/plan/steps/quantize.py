@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from hadagen.plan.layout import LANE_BITS, PAIR, VECTOR_BYTES, Axis, Place, Placement, add, bit, reg, scatter, swaps
-from hadagen.plan.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Draft, Region, Step
+from hadagen.plan.steps.base import BARRIERS, FP32, WARP_BYTES, Coordinates, Cost, Draft, Region, Step
 from hadagen.plan.steps.matrix import VECTOR, of_vector
 from hadagen.plan.steps.memory import Store
 from hadagen.problem.formats import TENSOR, Element, Format
@@ -23,6 +23,7 @@ from hadagen.problem.operands import SCALES, TENSOR_SCALE
 _BIT = 2  # the radix of a bit
 _SIGNS_OF_BYTE = 8
 _WORDS = 4  # of shared memory that are read at once
+_NAMES = {"lane": "lane", "warp": "warp", "cta": "rank"}  # kind of a place of threads → the name of its number
 # Instructions for each element, to encode it, on a GPU with conversions to the type.
 _ENCODED = {Element.E4M3: 1.5, Element.E2M1: 8.0, Element.INT8: 4.0, Element.INT4: 5.0, Element.NONE: 0.0}
 
@@ -41,6 +42,8 @@ class Groups(NamedTuple):
     other_lanes: tuple[Axis, ...]  # digits of `lane` that tell groups apart
     warps: tuple[Axis, ...]  # digits of `warp` that tell elements apart,
     other_warps: tuple[Axis, ...]  # and groups
+    blocks: tuple[Axis, ...]  # digits of the rank in a cluster that tell elements apart,
+    other_blocks: tuple[Axis, ...]  # and groups
 
     @classmethod
     def of(cls, plan: Draft) -> Groups:
@@ -59,7 +62,12 @@ class Groups(NamedTuple):
     @property
     def holders(self) -> int:
         """How many warps have values of a group."""
-        return _count(self.warps)
+        return _count(self.warps) * _count(self.blocks)
+
+    @property
+    def place(self) -> str:
+        """C expression for the number of a warp among the `holders`."""
+        return add(scatter("warp", _numbers(self.warps)), scatter("rank", _numbers(self.blocks, _count(self.warps))))
 
     @property
     def width(self) -> int:
@@ -69,7 +77,7 @@ class Groups(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         groups = self.mine * _count((*self.shared, *self.other_lanes, *self.other_warps))
-        return 4 * self.width * groups if self.warps else 0
+        return 4 * self.width * groups if self.warps and not self.blocks else 0
 
     @property
     def slot(self) -> str:
@@ -95,6 +103,8 @@ def _groups(digits: tuple[tuple[str, Axis, Axis], ...], size: int) -> Groups:
         tuple(outside["lane"]),
         tuple(inside["warp"]),
         tuple(outside["warp"]),
+        tuple(inside["cta"]),
+        tuple(outside["cta"]),
     )
 
 
@@ -137,12 +147,14 @@ class Largest(Step):
         may part, the maxima of one tile and of the next have memory of their own."""
         groups = Groups.of(plan)
         if self.crosses(plan):
+            yield BARRIERS
             yield Region("peaks", VECTOR_BYTES * groups.holders)
         else:
             yield Region("peaks", groups.shared_bytes << plan.tile.warps_part)
 
     def crosses(self, plan: Draft) -> bool:
-        return plan.cta_bits > 0 and bool(Groups.of(plan).warps)
+        groups = Groups.of(plan)
+        return bool(groups.blocks) or (plan.cta_bits > 0 and plan.tile.loads_all and bool(groups.warps))
 
     def crossed_bytes(self, plan: Draft) -> int:
         return VECTOR_BYTES * Groups.of(plan).holders
@@ -153,10 +165,10 @@ class Largest(Step):
             yield "no group has a scale of its own"
         elif form.group < plan.vector_elements:
             yield f"a vector has more than a group of {form.group}"
-        elif plan.cta_bits and not plan.tile.loads_all:
-            yield "no block knows the values of another"
-        elif plan.cta_bits and Groups.of(plan).holders > 1 << LANE_BITS:
+        elif plan.cta_bits and plan.tile.loads_all and Groups.of(plan).holders > 1 << LANE_BITS:
             yield "each lane of a warp reads what one warp has found (cluster must be less)"
+        elif Groups.of(plan).blocks and form.group < plan.problem.unit:
+            yield "blocks tell each other one largest magnitude, that of a whole tile"
         elif form.group > plan.tile_elements:
             yield f"a tile of {plan.tile_elements} elements is shorter than a group of {form.group}"
         elif not plan.problem.is_padded and (
@@ -168,7 +180,7 @@ class Largest(Step):
         groups, words = Groups.of(plan), plan.words(carrier)
         shuffles = groups.kept - groups.mine + groups.mine * len(groups.lanes)
         waits = {"arithmetic": 2, "shuffle": len(groups.shared) + len(groups.lanes)}
-        if groups.warps:
+        if groups.warps or groups.blocks:
             waits |= {"shared": 1, "cluster sync" if self.crosses(plan) else "block sync": 1}
         return Cost(words + 4 * shuffles, shared_bytes=WARP_BYTES * shuffles, waits=waits)
 
@@ -177,10 +189,11 @@ class Largest(Step):
         return {
             "groups": groups,
             "group_of_value": scatter("value", _numbers(groups.others)) or "0",
-            "place": scatter("warp", _numbers(groups.warps)) or "0",
+            "place": groups.place or "0",
             "some_lanes": sum(digit.stride for digit in groups.lanes),
             "peaks_offset": plan.footprint.offset("peaks"),
             "crosses": self.crosses(plan),
+            "crossings": sum(step.rounds for step in plan.exchanges if step.crosses(plan)),  # before this one
             "in_turn": groups.shared_bytes if plan.tile.warps_part else 0,
             # Whether one instruction finds the amax of a warp. The text of older kernels has shuffles instead.
             "reduces": plan.tile.warps_part and len(groups.lanes) == LANE_BITS,
@@ -297,8 +310,8 @@ class Quantize(Store):
         if form.group == TENSOR and not form.by_head:
             return view
         groups = Groups.of(plan)
-        lanes, warps = sum(digit.stride for digit in groups.lanes), scatter("warp", _numbers(groups.warps))
-        first = f"!(lane & {lanes})" if lanes else "", f"({warps}) == 0" if warps else ""
+        lanes = sum(digit.stride for digit in groups.lanes)
+        first = f"!(lane & {lanes})" if lanes else "", f"({groups.place}) == 0" if groups.place else ""
         of_g = _numbers(groups.others)  # digit of `value` → that of g
         handed = dict(zip(groups.shared, groups.others[len(groups.others) - len(groups.shared) :], strict=True))
         return view | {
@@ -328,8 +341,8 @@ def _first_of_group(groups: Groups, coordinates: Coordinates) -> str:
 
     of_lane = {digit: value[of] for digit, of in handed.items() if of in value} | axes("lane", groups.other_lanes)
     of_value = {numbers[digit]: axis for digit, axis in axes("value", groups.others[:own]).items()}
-    of_warp = axes("warp", groups.other_warps)
-    return add(scatter("g", of_value), scatter("lane", of_lane), scatter("warp", of_warp))
+    of_warp, of_block = axes("warp", groups.other_warps), axes("cta", groups.other_blocks)
+    return add(scatter("g", of_value), scatter("lane", of_lane), scatter("warp", of_warp), scatter("rank", of_block))
 
 
 def _signs(coordinates: Coordinates) -> dict[str, Any]:
@@ -337,7 +350,7 @@ def _signs(coordinates: Coordinates) -> dict[str, Any]:
     values = coordinates["value"]
     bytes_of = {digit: axis for digit, axis in values.items() if axis.stride >= _SIGNS_OF_BYTE}
     numbers = _numbers(bytes_of)
-    threads = (scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))
+    threads = (scatter(name, coordinates.get(kind, {})) for kind, name in _NAMES.items())
     return {
         "signs_at": add(*threads),
         "sign_bytes": _count(bytes_of),
