@@ -71,11 +71,12 @@ def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[b
 
 
 @functools.lru_cache(maxsize=1024)
-def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0) -> Recipe | None:
+def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0, rows: int = 0) -> Recipe | None:
     """The recipe of a problem with the legal knobs that are nearest to others; None if no knobs are legal.
 
     knobs: as `knobs_key` writes them, of any problem and arch. arch: whose rules the recipe keeps. registers: those of
-    a thread; an SM should hold as many blocks as fit with so many registers. 0 for any number of blocks.
+    a thread; an SM should hold as many blocks as fit with so many registers. 0 for any number of blocks. rows: the
+    number of `Problem.unit`s of a call, for which a tile is chosen by `Space.for_a_row`; 0 for the tile of the others.
 
     Raises `ToolchainError` if kernels cannot be generated, and `UsageError` if the arch is unknown.
     """
@@ -86,10 +87,12 @@ def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0) 
     except ImportError as error:  # such as numpy
         raise _no_generator(error) from None
     space = Space(problem, load_arch(arch))
-    if (found := space.closest(Knobs.like(json.loads(knobs)))) is None:
+    wanted = Knobs.like(json.loads(knobs))
+    shaped = space.for_a_row(wanted, rows) if rows else wanted
+    if (found := space.closest(shaped)) is None:
         return None
     plan = build_plan(problem, found, space.arch)
-    if registers:
+    if registers and shaped == wanted:
         blocks = space.arch.limits.resident_blocks(plan.launch.threads, plan.launch.shared_bytes, registers)
         values = {found.min_blocks, *map(int, space.arch.search["min_blocks"])}
         wanted = replace(found, min_blocks=max(value for value in values if value <= max(blocks, found.min_blocks)))

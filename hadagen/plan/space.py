@@ -29,7 +29,7 @@ from hadagen.plan.layout import CHUNK_BITS, log2
 from hadagen.plan.legality import RULES, Context, Rule, Why, never_faster
 from hadagen.plan.matrix_legality import MATRIX_RULES
 from hadagen.plan.plan import Plan
-from hadagen.plan.steps.base import FP16, PACKED
+from hadagen.plan.steps.base import FP16, PACKED, Draft, Footprint
 from hadagen.plan.steps.matrix import OPERAND_SIDE
 from hadagen.plan.steps.memory import Load
 from hadagen.plan.steps.product import PRODUCT_COLUMNS
@@ -190,6 +190,40 @@ class Space:
     def closest(self, wanted: Knobs) -> Knobs | None:
         """The first of `nearest`; None if no knobs are legal."""
         return next(self.nearest(wanted.to_dict()), None)
+
+    def for_a_row(self, wanted: Knobs, rows: int) -> Knobs:
+        """`wanted` with the tile, the loads and the `min_blocks` that were fast on an H200, for rows with one scale
+        whose length is no power of two; `wanted` for all other problems.
+
+        As many rows as possible are on an SM at once. Behind a prologue, which is arithmetic, as many threads as
+        possible are, of at least two rows if they fit. If one row fits, and there are more rows than SMs, a block loads
+        the next row meanwhile. docs/internals/experiments.md has the measurements.
+        """
+        problem, limits = self.problem, self.arch.limits
+        if problem.transform.has_matrix or problem.room & (problem.room - 1) == 0 == problem.is_padded:
+            return wanted
+        tiles: dict[tuple[Any, ...], Knobs] = {}
+        for chunks in self.arch.search["chunks"]:
+            shape = replace(wanted, chunks=chunks, cluster=1, load="plain", grid="tiles", stages=1, ahead=0)
+            warps, rest = divmod(problem.room, int(chunks) * problem.odd_factor << CHUNK_BITS)
+            if rest or warps not in self.arch.search["warps"]:
+                continue
+            tile = Draft(problem, log2(int(chunks)), log2(warps), 0, (Load("plain"),))
+            registers, threads = Footprint(tile).registers(wide=True), 32 * tile.warps
+            if threads > limits.threads_per_block or registers * threads > limits.registers_per_sm:
+                continue
+            blocks = limits.resident_blocks(threads, 0, registers)
+            held = max(int(value) for value in self.arch.search["min_blocks"] if int(value) <= blocks)
+            order = (blocks > 1, blocks * threads, blocks) if problem.prologue else (blocks, threads)
+            tiles[order] = replace(shape, warps=warps, min_blocks=held)
+        if not tiles:
+            return wanted
+        found = tiles[max(tiles)]
+        if found.min_blocks == 1 and rows > self.arch.model.sms:
+            chunks = max(tile.chunks for tile in tiles.values())
+            found = next(tile for tile in tiles.values() if tile.chunks == chunks)
+            found = replace(found, load="cp_async", grid="persistent", stages=2)
+        return found
 
     def nearest(self, wanted: Mapping[str, Any]) -> Iterator[Knobs]:
         """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as earlier knobs allow.

@@ -29,8 +29,9 @@ MAX_REAL_ORDER, MAX_REAL_LENGTH = 192, 2048
 RIGHT_ORDERS = (32, 64, 128, 256)
 # The least elements of a group with one scale: those of a vector of 8-bit codes.
 LEAST_GROUP = 16
-# The elements that a warp takes at once, and the most warps of a block if their number is odd.
-_CHUNK, _MAX_ODD_WARPS = 256, 31
+# The elements that a warp takes at once, and the greatest odd factor of the warps of a block. With more than 15, a
+# block has so many threads that few rows fit on an SM.
+_CHUNK, _MAX_ODD_WARPS = 256, 15
 # Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
 _LONGEST = 57344
 # Index bits of the shortest H with two mma. A shorter one has no exchange either.

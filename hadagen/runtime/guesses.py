@@ -76,7 +76,8 @@ def adapted(
         adds_signs = problem.transform.signed and not entry.problem.transform.signed
         takes_more = adds_signs or problem.prologue != entry.problem.prologue
         registers = _registers(bundle, entry.kernel) if takes_more and entry.compiled and arch == entry.arch else 0
-        recipe = closest_recipe(problem, knobs_key(entry.knobs), arch, registers)
+        rows = max(1, entry.elements // problem.unit)
+        recipe = closest_recipe(problem, knobs_key(entry.knobs), arch, registers, rows)
         if recipe is not None:
             found[elements] = replace(
                 entry,

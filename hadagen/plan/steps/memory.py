@@ -64,7 +64,7 @@ class Load(Step):
             yield f"values of this type are not loaded as {self.carrier}"
         if self.multicast and plan.shares_loaded == 1:
             yield "no block needs the shares of others (load must not be multicast)"
-        if self.staged and plan.problem.n * plan.problem.io.input.bytes < VECTOR_BYTES:
+        if self.staged and plan.problem.unit * plan.problem.io.input.bytes < VECTOR_BYTES:
             yield "rows shorter than 16 bytes cannot be copied asynchronously (load must be another)"
         if self.multicast and plan.width > 1:
             yield "what comes before the transform is computed by one block alone (load must not be multicast)"
