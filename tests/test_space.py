@@ -42,9 +42,10 @@ ROWS: dict[tuple[str, int], tuple[int, int, int, str]] = {
     ("n128-bfloat16-to-fp8_row_13824-accurate", 4096): (8, 1, 3, "plain"),
     ("n1-bfloat16-to-int8_row_18944-accurate", 512): (8, 2, 2, "plain"),
     ("n128-after-silu_mul-bfloat16-to-fp8_row_13824-accurate", 4096): (4, 2, 2, "plain"),
-    ("n128-after-silu_mul-bfloat16-to-fp8_row_18944-accurate", 16): (8, 2, 2, "plain"),
+    ("n128-after-silu_mul-bfloat16-to-fp8_row_18944-accurate", 16): (4, 4, 1, "plain"),
+    ("n512-after-silu_mul-bfloat16-to-fp8_row_1536-accurate", 4096): (2, 1, 8, "plain"),
     ("n128-bfloat16-to-fp8_row_29568-accurate", 4096): (8, 1, 1, "cp_async"),
-    ("n128-after-silu_mul-bfloat16-to-fp8_row_29568-accurate", 16): (4, 2, 1, "plain"),
+    ("n128-after-silu_mul-bfloat16-to-fp8_row_29568-accurate", 16): (8, 1, 1, "plain"),
 }
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, product, zip_longest
 from math import log2 as log2_of
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from hadagen.errors import UsageError, shown
 from hadagen.plan.arch import Arch
@@ -78,6 +78,14 @@ class SpaceReport:
     total: int
     legal: int
     reasons: dict[str, int]
+
+
+class _TileOfRow(NamedTuple):
+    """threads: of a block. blocks: how many of them an SM holds at once, as far as known without a compiler."""
+
+    threads: int
+    blocks: int
+    knobs: Knobs
 
 
 class Space:
@@ -195,35 +203,42 @@ class Space:
         """`wanted` with the tile, the loads and the `min_blocks` that were fast on an H200, for rows with one scale
         whose length is no power of two; `wanted` for all other problems.
 
-        As many rows as possible are on an SM at once. Behind a prologue, which is arithmetic, as many threads as
-        possible are, of at least two rows if they fit. If one row fits, and there are more rows than SMs, a block loads
-        the next row meanwhile. docs/internals/experiments.md has the measurements.
+        Where there are more rows than SMs, as many rows as possible are on an SM at once. Behind a prologue, which is
+        arithmetic, as many threads as possible are, of at least two rows if they fit. If one row fits, a block loads
+        the next row meanwhile. Where there are fewer rows, a block has about 512 threads.
+        docs/internals/experiments.md has the measurements.
         """
-        problem, limits = self.problem, self.arch.limits
-        if problem.transform.has_matrix or problem.room & (problem.room - 1) == 0 == problem.is_padded:
+        problem = self.problem
+        is_power_of_two = problem.room & (problem.room - 1) == 0 and not problem.is_padded
+        if problem.transform.has_matrix or is_power_of_two or not (tiles := list(self._tiles_of_a_row(wanted))):
             return wanted
-        tiles: dict[tuple[Any, ...], Knobs] = {}
-        for chunks in self.arch.search["chunks"]:
-            shape = replace(wanted, chunks=chunks, cluster=1, load="plain", grid="tiles", stages=1, ahead=0)
-            warps, rest = divmod(problem.room, int(chunks) * problem.odd_factor << CHUNK_BITS)
-            if rest or warps not in self.arch.search["warps"]:
+        if rows <= self.arch.model.sms:
+            return min(tiles, key=lambda tile: abs(log2_of(tile.threads / 512))).knobs
+        if problem.prologue:
+            found = max(tiles, key=lambda tile: (tile.blocks > 1, tile.blocks * tile.threads, tile.blocks))
+        else:
+            found = max(tiles, key=lambda tile: (tile.blocks, tile.threads))
+        if found.blocks > 1:
+            return found.knobs
+        fewest = min(tiles, key=lambda tile: tile.threads)
+        return replace(fewest.knobs, load="cp_async", grid="persistent", stages=2)
+
+    def _tiles_of_a_row(self, wanted: Knobs) -> Iterator[_TileOfRow]:
+        """`wanted` with each tile of one row that a block holds, loaded plainly. An H of up to 512 elements lies in the
+        chunks of a warp, so that nothing crosses warps but the largest magnitude."""
+        problem, limits = self.problem, self.arch.limits
+        plainly = replace(wanted, cluster=1, load="plain", grid="tiles", stages=1, ahead=0)
+        for chunks in map(int, self.arch.search["chunks"]):
+            warps, rest = divmod(problem.room, chunks * problem.odd_factor << CHUNK_BITS)
+            if rest or warps not in self.arch.search["warps"] or chunks << CHUNK_BITS < min(problem.n, 512):
                 continue
-            tile = Draft(problem, log2(int(chunks)), log2(warps), 0, (Load("plain"),))
+            tile = Draft(problem, log2(chunks), log2(warps), 0, (Load("plain"),))
             registers, threads = Footprint(tile).registers(wide=True), 32 * tile.warps
             if threads > limits.threads_per_block or registers * threads > limits.registers_per_sm:
                 continue
             blocks = limits.resident_blocks(threads, 0, registers)
-            held = max(int(value) for value in self.arch.search["min_blocks"] if int(value) <= blocks)
-            order = (blocks > 1, blocks * threads, blocks) if problem.prologue else (blocks, threads)
-            tiles[order] = replace(shape, warps=warps, min_blocks=held)
-        if not tiles:
-            return wanted
-        found = tiles[max(tiles)]
-        if found.min_blocks == 1 and rows > self.arch.model.sms:
-            chunks = max(tile.chunks for tile in tiles.values())
-            found = next(tile for tile in tiles.values() if tile.chunks == chunks)
-            found = replace(found, load="cp_async", grid="persistent", stages=2)
-        return found
+            held = max(value for value in map(int, self.arch.search["min_blocks"]) if value <= blocks)
+            yield _TileOfRow(threads, blocks, replace(plainly, chunks=chunks, warps=warps, min_blocks=held))
 
     def nearest(self, wanted: Mapping[str, Any]) -> Iterator[Knobs]:
         """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as earlier knobs allow.

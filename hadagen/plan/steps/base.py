@@ -263,6 +263,9 @@ class Exchanging(Protocol):
     @property
     def slot_bytes(self) -> int: ...
 
+    @property
+    def crosses_blocks(self) -> bool: ...
+
 
 class Tile:
     """How the values of a tile lie, from the load to the store. A plan has one.

@@ -193,7 +193,7 @@ class Largest(Step):
             "some_lanes": sum(digit.stride for digit in groups.lanes),
             "peaks_offset": plan.footprint.offset("peaks"),
             "crosses": self.crosses(plan),
-            "crossings": sum(step.rounds for step in plan.exchanges if step.crosses(plan)),  # before this one
+            "crossings": sum(step.rounds for step in plan.exchanges if step.crosses_blocks),  # before this one
             "in_turn": groups.shared_bytes if plan.tile.warps_part else 0,
             # Whether one instruction finds the amax of a warp. The text of older kernels has shuffles instead.
             "reduces": plan.tile.warps_part and len(groups.lanes) == LANE_BITS,
