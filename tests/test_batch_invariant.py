@@ -14,28 +14,33 @@ import pytest
 import torch
 from emulated_device import EmulatedDevice, device, same
 from sample_bundle import hide_bundles
-from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_trial, times
+from sample_trials import H100, H200, PROBLEM, launch_for, make_kernel, make_trial, times
 from test_quantizing_kernels import emulated
 
-from hadagen import hadamard_transform, rotate_quantize, warmup
+from hadagen import Match, Rotation, hadamard_transform, prologues, rotate_quantize, warmup
+from hadagen.compiler import recipes
 from hadagen.compiler.codegen import render
-from hadagen.compiler.emulator import compile_host
-from hadagen.errors import DeviceError, UsageError
+from hadagen.compiler.emulator import HostModule, compile_host
+from hadagen.errors import DeviceError, ToolchainError, UsageError
 from hadagen.plan.arch import load_arch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.plan import Plan
 from hadagen.plan.space import Space, build_plan
 from hadagen.problem.bits import encode
-from hadagen.problem.launch import LaunchSpec
-from hadagen.problem.operands import params_for
+from hadagen.problem.launch import PORTABLE_CLUSTER, LaunchSpec, Source
+from hadagen.problem.operands import kernel_operands, sizes_for, verification_operands
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
-from hadagen.problem.regimes import Destination
+from hadagen.problem.prologues import prologue_of, width_of
+from hadagen.problem.regimes import Destination, destinations
 from hadagen.problem.trial import Trial
-from hadagen.runtime import best, bundles, kernels, quantize, tables, transform_operator
+from hadagen.runtime import best, bundles, calls, kernels, quantize, tables, transform_operator
 from hadagen.runtime.best import best_config
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
-from hadagen.tuning_db.bundle import Bundle
+from hadagen.truth import quantizer
+from hadagen.truth.accuracy import TORCH_DTYPE
+from hadagen.truth.reference import verification_scale
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import merge_bundles
 from hadagen.tuning_db.winners import invariant_arithmetic, portfolio, ranked_by_cell
@@ -123,9 +128,8 @@ def test_a_kernel_is_called_the_same_whatever_its_arithmetic_is() -> None:
 # ---- which arithmetic a bundle names ---------------------------------------------------------------------------------
 def trial(number: int, arithmetic: str, us: dict[int, float], cluster: int = 1, **fields: Any) -> Trial:
     """Of a kernel as fast in place as out of place."""
-    launch = replace(LAUNCH, arithmetic=arithmetic, cluster=cluster)
+    launch = replace(launch_for(fields.get("problem", PROBLEM)), arithmetic=arithmetic, cluster=cluster)
     both = tuple(time for destination in Destination for time in times(us, destination))
-    launch = replace(launch, params=params_for(fields.get("problem", PROBLEM)))
     return make_trial(number, kernel=make_kernel(b"%d" % number, launch=launch), timings=both, **fields)
 
 
@@ -285,8 +289,9 @@ def test_rows_that_have_gaps_have_the_arithmetic_of_others(bundle: Path, device:
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_problem_without_such_kernels_is_refused(bundle: Path) -> None:
+def test_a_problem_without_such_kernels_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(bundle, TRIALS, "")
+    monkeypatch.setattr(recipes, "closest_recipe", lambda *_: None)
     with pytest.raises(DeviceError, match="no kernels of n256-float16-accurate give the same bits in every call on"):
         kernels.find(INVARIANT, SMALL)
     # Where no call has a kernel, PyTorch does the work of all.
@@ -298,7 +303,7 @@ QUANTIZING = PROBLEM.with_io(output="mxfp8_32")
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.usefixtures("machine")
-def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path) -> None:
+def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = kernels.Kind(0, QUANTIZING, False, True)
     quantizing = [
         trial(n, name, {SMALL: 1.0}, problem=QUANTIZING, errors={"normal": 0.0}) for n, name in ((1, ONE), (2, TWO))
@@ -308,6 +313,7 @@ def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path) -> None
     assert kernels.find(kind, SMALL).launch.arithmetic == TWO  # type: ignore[attr-defined]
     tables.clear()
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {})
+    monkeypatch.setattr(recipes, "closest_recipe", lambda *_: None)
     with pytest.warns(
         RuntimeWarning, match="no kernels of n256-float16-to-mxfp8_32-accurate give the same .*, so PyTor"
     ):
@@ -350,6 +356,249 @@ def test_rows_that_kernels_take_in_some_numbers_only_take_none(device: EmulatedD
         assert device.ran() == []
     rotate_quantize(torch.randn(2, 8), to="fp8-tensor", tensor_scale=0.1)
     assert len(device.ran()) == 1
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+SIGNED = Problem.parse("n256-signed-float16-accurate")
+GUESSED = [  # which no bundle has
+    *("n64-signed-after-silu_mul-float16-accurate", "n256-after-mul-float16-to-mxfp8_32-accurate"),
+    *("n1024-signed-after-gelu-bfloat16-fast", "n256-signed-after-relu2-float32-to-fp8_row_256-accurate"),
+    *("n640-k40-signed-after-silu_mul-bfloat16-fast", "n512-after-gelu_mul-bfloat16-to-nvfp4_16-fast"),
+]
+OTHERS = [
+    *("n4096-signed-bfloat16-fast", "n65536-signed-float16-accurate", "n3584-k28-signed-float16-fast"),
+    *("n14336-k28-after-silu_mul-bfloat16-to-fp8_row_14336-accurate", "n96-k96-signed-float16-accurate"),
+    *("n448-k28-real-bfloat16-accurate", "n4096-k64-c64-real-float16-fast", "n896-k28-after-gelu-bfloat16-accurate"),
+    *("n64-swapped-signed-bfloat16-to-int8_row_4096-accurate", "n1-after-relu2-bfloat16-to-mxfp4_32-accurate"),
+    *("n11008-k172-after-silu_mul-bfloat16-accurate", "n2048-bfloat16-fast", "n4096-float32-accurate"),
+    *("n112-k28-float16-fast", "n128-after-silu_mul-float16-to-fp8_tensor-accurate"),
+]
+COUNTS = [1 << 13, 3 << 16, 1 << 20, 5 << 20, 1 << 28]  # of elements
+
+
+def recipe_for(
+    problem: Problem, elements: int, device: Device = DEVICE, at: Destination = OUT_OF_PLACE, invariant: bool = True
+) -> BundleEntry | None:
+    found = choose_from_bundles(problem, at, elements, device, batch_invariant=invariant)[1]
+    return found and found[0]
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
+def test_all_that_has_kernels_has_kernels_of_one_arithmetic(arch: str) -> None:
+    """Whatever the element count, the destination and the GPU are."""
+    devices = [Device(arch, gpu) for gpu in (*((H100.gpu, H200.gpu) if arch == "sm90" else ()), "another")]
+    several = []
+    for problem in map(Problem.parse, (*GUESSED, *OTHERS)):
+        calls = [(count, device, at) for count in COUNTS[::2] for device in devices for at in destinations(problem)]
+        found = [recipe_for(problem, *call) for call in calls]
+        assert (None in found) == (recipe_for(problem, COUNTS[0], devices[0], invariant=False) is None), problem.key
+        if all(found):
+            assert len({entry.launch.arithmetic for entry in found}) == 1, problem.key
+            assert max(entry.launch.cluster for entry in found) <= PORTABLE_CLUSTER, problem.key
+            others = [recipe_for(problem, *call, invariant=False) for call in calls[:: len(devices)]]
+            several += [problem] * (len({entry.launch.arithmetic for entry in others}) > 1)
+    assert several  # calls that need not be batch-invariant do not always have one
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_recipes_for_all_element_counts_give_a_row_the_same_bits(arch: str) -> None:
+    """Among any number of rows, which end within tiles too."""
+    chosen = {
+        problem: {entry.kernel: entry for elements in COUNTS if (entry := recipe_for(problem, elements, Device(arch)))}
+        for problem in map(Problem.parse, GUESSED)
+    }
+    assert max(map(len, chosen.values())) > 1
+    sources = {
+        digest: render(build_plan(problem, Knobs.from_dict(entry.knobs), load_arch(arch)))
+        for problem, of in chosen.items()
+        for digest, entry in of.items()
+    }
+    module = compile_host(list(sources.values()))
+    for problem, of in chosen.items():
+        units = 4096 // problem.unit + 3
+        wide = np.random.default_rng(1).standard_normal((units, width_of(problem) * problem.unit))
+        x, wanted = encode(problem.io.input, wide), set()
+        for digest in of:
+            for first, last in ((0, units), (0, 1), (0, 3), (2, 3), (1, units)):
+                found = bits_of_units(problem, sources[digest], module, x[first:last])
+                wanted |= {(first + i, bits) for i, bits in enumerate(found)}
+        assert len(wanted) == units, problem.key
+
+
+def bits_of_units(problem: Problem, source: Source, module: HostModule, x: np.ndarray[Any, Any]) -> list[bytes]:
+    """What a kernel makes of each row, or of each group that is longer: values, or codes and scales."""
+    form, prologue, units = problem.io.form, prologue_of(problem), len(x)
+    operands: dict[str, Any] = kernel_operands(problem, verification_operands(problem))
+    operands |= prologue.numbers(1) if prologue else {}
+    x, outputs = x.reshape(-1).copy(), {}
+    out = np.zeros(units * problem.unit, x.dtype)
+    made = [out]
+    if form:
+        codes, scales = quantizer.empty(units, problem.unit, form, TORCH_DTYPE[problem.io.input], torch.device("cpu"))
+        made = [quantizer.memory_of(each).numpy() for each in (codes, scales)]
+        out, size = made[0], made[1].nbytes
+        outputs = {"scales": (made[1], size)}
+        operands |= sizes_for(form, units, problem.unit)
+    report = module.run(
+        source.entry,
+        source.launch,
+        x,
+        out,
+        scale=verification_scale(problem),
+        elements=units * problem.unit,
+        x_elements=x.size,
+        operands=operands,
+        outputs=outputs,
+    )
+    assert not report.complaint
+    return [
+        b"".join(part.tobytes() for part in each) for each in zip(*(m.reshape(units, -1) for m in made), strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("bundle")
+def test_the_arithmetic_that_most_recipes_have_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every GPU, and in each destination, also where no winner has it."""
+    few, many = ({"chunks": 1, "low_bits": bits} for bits in ("shuffle", "mma"))
+    trials = [
+        trial(1, ONE, {1 << k: 1.0 for k in range(13, 18)}, knobs=many),
+        trial(2, TWO, {SMALL: 1.0, LARGE: 1.0}, knobs=few, environment=H200),
+    ]
+
+    def found(named: str, only: Destination | None = None) -> set[tuple[Any, str]]:
+        kept = [
+            replace(each, timings=tuple(t for t in each.timings if only in (None, t.destination))) for each in trials
+        ]
+        write(tmp_path / "a.db", kept, named)
+        calls = [
+            (elements, Device("sm90", gpu.gpu), at) for elements in COUNTS for gpu in (H100, H200) for at in Destination
+        ]
+        entries = [recipe_for(SIGNED, *call) for call in calls]
+        assert None not in entries
+        return {(entry.knobs["low_bits"], entry.launch.arithmetic) for entry in entries}
+
+    ((of_many, name),) = found("")
+    assert (of_many, {name}) == ("mma", {entry_name for _, entry_name in found(ONE)})
+    ((of_few, other),) = found(TWO)
+    assert (of_few, other != name) == ("shuffle", True)
+    assert found(TWO, OUT_OF_PLACE) == {(of_few, other)}
+
+
+def test_registers_do_not_change_the_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only how many blocks an SM is to hold."""
+    hide_bundles(tmp_path, monkeypatch)
+    found = {}
+    for registers in (168, 80, 60):  # of a thread; of 256
+        winner = trial(1, ONE, {SMALL: 1.0}, knobs={"chunks": 1, "warps": 8, "grid": "tiles"})
+        kernel = make_kernel(b"%d" % registers, launch=winner.kernel.launch, registers=registers)
+        path = write(tmp_path / f"{registers}.db", [replace(winner, kernel=kernel)], ONE)
+        monkeypatch.setenv(bundles.VARIABLE, str(path))
+        entry = recipe_for(SIGNED, SMALL)
+        found[entry.knobs["min_blocks"]] = entry.launch.arithmetic
+    assert (sorted(found), len(set(found.values()))) == ([1, 3, 4], 1)
+
+
+def test_recipes_keep_to_clusters_that_every_gpu_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next problem decides."""
+    hide_bundles(tmp_path, monkeypatch)
+    near, far = (Problem.of(n, "float16", "fast") for n in (1 << 17, 1 << 16))
+    signed = Problem.of(1 << 17, "float16", "fast", signed=True)
+    knobs = {"chunks": 8, "warps": 4, "cluster": 16}
+    large = [trial(1, ONE, {LARGE: 1.0}, problem=near, knobs=knobs, cluster=16)]
+    small = trial(2, TWO, {LARGE: 1.0}, problem=far, knobs=knobs | {"warps": 8, "cluster": 8})
+    for trials, clusters in ((large, (16, None)), ([*large, small], (16, 8))):
+        monkeypatch.setenv(bundles.VARIABLE, str(write(tmp_path / f"{len(trials)}.db", trials, "")))
+        entries = [recipe_for(signed, LARGE, invariant=invariant) for invariant in (False, True)]
+        assert tuple(entry and entry.launch.cluster for entry in entries) == clusters
+
+
+def test_what_was_tuned_on_a_machine_does_not_change_the_arithmetic_of_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But kernels of it that were tuned there run."""
+    hide_bundles(tmp_path, monkeypatch)
+    shipped = {"sm90": write(tmp_path / "sm90.db", [trial(4, TWO, {LARGE: 50.0})], TWO)}
+    monkeypatch.setattr(bundles, "shipped", lambda: shipped)
+    name = recipe_for(SIGNED, SMALL).launch.arithmetic
+
+    def tune(name: str) -> Path:
+        tuned = [trial(5, name, {SMALL: 1.0, LARGE: 2.0}, problem=SIGNED)]
+        path = bundles.user_directory() / "mine.db"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bundle(
+            path, "sm90", portfolio(tuned), {t.kernel.digest: t.kernel for t in tuned}.__getitem__, {SIGNED: name}
+        )
+        return path
+
+    for tuned, match in ((ONE, Match.ESTIMATED), (name, Match.SAME_GPU)):
+        path = tune(tuned)
+        found = choose_from_bundles(SIGNED, IN_PLACE, LARGE, DEVICE, batch_invariant=True)
+        assert (found[0], found[1][0].launch.arithmetic) == (match, name)
+    tune(ONE)
+    monkeypatch.setenv(bundles.VARIABLE, str(path))
+    assert recipe_for(SIGNED, LARGE).launch.arithmetic == ONE
+    monkeypatch.delenv(bundles.VARIABLE)
+    monkeypatch.setattr(bundles, "shipped", dict)  # which then says nothing of it
+    assert recipe_for(SIGNED, LARGE).launch.arithmetic == ONE
+
+
+@pytest.mark.usefixtures("machine")
+def test_winners_whose_arithmetic_is_not_named_become_recipes(bundle: Path) -> None:
+    write(bundle, TRIALS, "")
+    found = [kernels.find(INVARIANT._replace(in_place=at), count) for at in (True, False) for count in (SMALL, LARGE)]
+    assert len({entry.launch.arithmetic for entry in found} - {ONE, TWO, OTHER}) == 1  # type: ignore[union-attr]
+    assert chosen(SMALL, problem=PITCHED) is None  # so such rows are copied
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_names_and_what_loads_kernels_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`best_config` and `warmup` of a rotation behind a prologue, and its calls."""
+    module = sys.modules["hadagen.runtime.warmup"]
+    monkeypatch.setattr(module, "cuda_device", lambda index: DEVICE)
+    monkeypatch.setattr(module, "_warmed_device", lambda device: 0)
+    monkeypatch.setattr(module, "_row", lambda columns, dtype, device: torch.empty(1, columns, dtype=dtype))
+    monkeypatch.setattr(module, "compile_missing", lambda chosen, target: None)
+    monkeypatch.setattr(calls, "takes_kernels", lambda x: True)
+    problem, before = Problem.parse("n256-after-silu_mul-float16-accurate"), prologues.SiluMul()
+    rows = [count // 256 for count in COUNTS]
+    assert warmup(Rotation(256), "float16", rows=rows, before=before, batch_invariant=True)
+    loaded = {(kind.problem, kind.batch_invariant): entry.kernel for (kind, _), entry in tables.found.items()}
+    for count in rows:
+        best = best_config(
+            256, "float16", rows=count, arch="sm90", device=H100.gpu, before=before, batch_invariant=True
+        )
+        assert (best.match, best.problem) == (Match.ESTIMATED, problem)
+        found = kernels.find(kernels.Kind(0, problem, False, True), count * 256)
+        assert loaded == {(problem, True): best.kernel} == {(problem, True): found.kernel}  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.usefixtures("machine")
+def test_where_no_recipe_can_be_made_pytorch_makes_the_bits_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ToolchainError("no NVRTC")
+
+    kind = kernels.Kind(0, SIGNED, False, True)
+    monkeypatch.setattr(kernels, "load", refuse)
+    with monkeypatch.context() as capturing:
+        capturing.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        with pytest.raises(DeviceError, match="no NVRTC"):
+            kernels.find(kind, SMALL)
+    tables.clear()
+    with pytest.warns(RuntimeWarning, match=f"plain PyTorch transforms {SIGNED.key} here: no NVRTC"):
+        assert kernels.find(kind, SMALL) is None
+    with pytest.raises(DeviceError, match="no NVRTC"):  # what a bundle has must not have other bits
+        kernels.find(INVARIANT, SMALL)
+
+
+def test_calls_with_a_prologue_ask_for_such_kernels(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, str]] = []
+    monkeypatch.setattr(kernels, "find", lambda kind, _: asked.append((kind.batch_invariant, kind.problem.prologue)))
+    for flag in (True, False):
+        Rotation(256)(torch.randn(3, 512), before=prologues.SiluMul(), batch_invariant=flag)
+        rotate_quantize(torch.randn(3, 512), 64, to="mxfp8", before=prologues.SiluMul(), batch_invariant=flag)
+        assert {each for each in asked if each[1]} == {(flag, "silu_mul")}
+        asked.clear()
 
 
 # ---- the argument ----------------------------------------------------------------------------------------------------

@@ -92,3 +92,23 @@ def test_a_call_in_a_graph_and_compiled() -> None:
     graph.replay()
     for results in (captured, torch.compile(call)(x)):
         assert all(torch.equal(one, other) for one, other in zip(results, eager, strict=True))
+
+
+@pytest.mark.parametrize("columns", [256, 1024, 5120])
+@pytest.mark.parametrize("to", [None, "fp8-row", "mxfp4"])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(columns: int, to: str | None) -> None:
+    """By kernels that no bundle has."""
+    tables.clear()
+    most = (1 << 23) // columns
+    x, r = wide(most, columns, torch.float16), Rotation(columns, signs=torch.arange(columns) % 3 % 2 * 2 - 1).cuda()
+
+    def results(x: torch.Tensor) -> list[torch.Tensor]:
+        if to is None:
+            return [r(x, before=prologues.Mul(), batch_invariant=True)]
+        found = rotate_quantize(x, r, to=to, before=prologues.Mul(), batch_invariant=True)
+        return [each.view(torch.uint8).reshape(len(x), -1) for each in (found.codes, found.scales)]
+
+    whole = results(x)
+    for rows in {round(most ** (i / 99)) for i in range(100)}:
+        assert all(torch.equal(part, all_of[:rows]) for part, all_of in zip(results(x[:rows]), whole, strict=True))
+    assert ran("mul")

@@ -69,9 +69,8 @@ def in_turn() -> Iterator[list[Bundle]]:
 
 
 def by_authority() -> Iterator[list[Bundle]]:
-    """The `pinned` bundles, then those that hadagen ships, then all that are `known`. The first bundle that names the
-    arithmetic of batch-invariant calls decides. So machines agree, whatever was tuned on each. Raises what `pinned`
-    raises."""
+    """The `pinned` bundles, those that hadagen ships, and all that are `known`, as they are asked for the arithmetic of
+    batch-invariant calls. Raises what `pinned` raises."""
     yield pinned()
     yield [bundle for bundle in known() if bundle.path in shipped().values()]
     yield known()

@@ -2,8 +2,9 @@
 GPUs are the same.
 
 Problem and destination of an entry must be those of the call. If the call asks for batch-invariant results, the entry
-must have the one arithmetic that `bundles.by_authority` names for the problem, and a kernel that every GPU of its arch
-holds. Among the remaining entries, the first of these rules that separates two entries decides:
+must have the one arithmetic that `_best_invariant` finds for the problem, whatever the element count, the destination
+and the GPU of an arch are, and a kernel that every GPU of its arch holds. Among the remaining entries, the first of
+these rules that separates two entries decides:
 
     1. an entry of a pinned bundle
     2. the better `Match`
@@ -13,15 +14,17 @@ holds. Among the remaining entries, the first of these rules that separates two 
     6. the nearest element count on a logarithmic scale; of two equally near the larger; of equal counts the first
 
 If no bundle has a problem with a matrix or signs, the entries of the nearest problem that a bundle has are taken as
-estimates, with knobs that are legal for the new problem (see `guesses`); but not for batch-invariant calls, because no
-bundle names their arithmetic. If no bundle has a kernel of fast codes, the kernel of accurate codes makes them.
+estimates, with knobs that are legal for the new problem (see `guesses`). Batch-invariant calls take those of them that
+have one arithmetic. If no bundle has a kernel of fast codes, the kernel of accurate codes makes them.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
@@ -176,23 +179,115 @@ def _best(
 ) -> tuple[Match, dict[int, BundleEntry], Bundle | None] | None:
     """`_best_bundle`, for fast codes or else for accurate ones, or else entries that are adapted from those of the
     nearest problem, without a bundle."""
-    best = _best_bundle(problem, destination, device, without, batch_invariant)
-    if best is None and problem.io.form:  # fast codes may be as accurate as others
-        accurate = problem.with_io(numerics=Numerics.ACCURATE)
-        best = None if accurate == problem else _best_bundle(accurate, destination, device, without, batch_invariant)
-    if best or batch_invariant or not may_be_guessed(problem):
-        return best
+    if batch_invariant:
+        return _best_invariant(problem, destination, device, without)
+    for asked in _as_asked(problem):
+        if best := _best_bundle(asked, destination, device, without):
+            return best
+    if not may_be_guessed(problem):
+        return None
     served = {each for asked in bundles.in_turn() for bundle in serving(asked, device) for each in bundle.problems()}
     for near in nearest_problems(problem, served):
         if best := _best_bundle(near, destination, device):
-            try:
-                found = adapted(problem, best[1], best[2], device)
-            except ToolchainError as error:
-                warnings.warn(f"no kernel is made for {problem.key}: {error}", RuntimeWarning, stacklevel=2)
-                return None
-            found = {elements: entry for elements, entry in found.items() if entry.kernel not in without}
-            return (Match.ESTIMATED, found, None) if found else None
+            return _estimated(_adapted(problem, best[1], best[2], device), without)
     return None
+
+
+def _best_invariant(
+    problem: Problem, destination: Destination, device: Device, without: Collection[str]
+) -> tuple[Match, dict[int, BundleEntry], Bundle | None] | None:
+    """`_best` among kernels of one arithmetic. The first of these that there is decides which:
+
+    1. the arithmetic that a bundle names for the problem, or else for accurate codes
+    2. the arithmetic of `_recipes`, which are taken where no bundle has kernels of it
+
+    Pinned bundles and those that hadagen ships are asked for both before all others. So machines agree, whatever was
+    tuned on each. It is the same however rows lie, because a single row is contiguous wherever it lies.
+    """
+    pinned, shipped, known = bundles.by_authority()
+    for authority in ([pinned, shipped], [known]):
+        serving_here = [bundle for asked in authority for bundle in serving(asked, device)]
+        is_named = False
+        for asked in _as_asked(problem):
+            if arithmetic := _named(asked, serving_here):
+                is_named = True
+                if best := _best_bundle(asked, destination, device, without, arithmetic):
+                    return best
+        if is_named:
+            return None  # kernels of another arithmetic must not take over where these do not fit
+        if recipes := _recipes(problem, destination, device, serving_here):
+            arithmetic = next(iter(recipes.values())).launch.arithmetic
+            best = _best_bundle(problem, destination, device, without, arithmetic)
+            if best or problem.io.rows is not Rows.CONTIGUOUS:
+                return best
+            return _estimated(recipes, without)
+    return None
+
+
+def _as_asked(problem: Problem) -> list[Problem]:
+    """The problem, and for fast codes the accurate ones, which may stand for them."""
+    return list(dict.fromkeys([problem, problem.with_io(numerics=Numerics.ACCURATE) if problem.io.form else problem]))
+
+
+def _estimated(
+    found: dict[int, BundleEntry], without: Collection[str]
+) -> tuple[Match, dict[int, BundleEntry], None] | None:
+    found = {elements: entry for elements, entry in found.items() if entry.kernel not in without}
+    return (Match.ESTIMATED, found, None) if found else None
+
+
+def _adapted(
+    problem: Problem, entries: Mapping[int, BundleEntry], bundle: Bundle, device: Device
+) -> dict[int, BundleEntry]:
+    """`adapted`; none, with a warning, if kernels cannot be generated here."""
+    try:
+        return adapted(problem, entries, bundle, device)
+    except ToolchainError as error:
+        warnings.warn(f"no kernel is made for {problem.key}: {error}", RuntimeWarning, stacklevel=2)
+        return {}
+
+
+def _named(problem: Problem, found: Iterable[Bundle]) -> str:
+    """The arithmetic that the first of these bundles names that names one; "" if none does."""
+    problem = problem.with_io(rows=Rows.CONTIGUOUS)
+    return next((arithmetic for bundle in found if (arithmetic := bundle.arithmetic(problem))), "")
+
+
+def _recipes(
+    problem: Problem, destination: Destination, device: Device, found: Sequence[Bundle]
+) -> dict[int, BundleEntry]:
+    """Entries of one arithmetic for contiguous rows, by element count: `adapted` from the entries of the problem itself
+    in the first of these bundles that has some, or else from those of the nearest problem that may be guessed from.
+
+    All entries of the bundle count, of all GPUs and destinations: of those with the arithmetic that is named for their
+    own problem, or else of all, the arithmetic that most of the adapted entries have is chosen.
+    """
+    problem = problem.with_io(rows=Rows.CONTIGUOUS)
+    served = {each for bundle in found for each in bundle.problems()} if may_be_guessed(problem) else set()
+    for near in (problem, *nearest_problems(problem, served)):
+        named = _named(near, found)
+        for bundle in found:
+            entries = [each for each in bundles.entries_of(bundle, near) if match_of(each, device) is not Match.GENERIC]
+            kept = [entry for entry in entries if _keeps(entry, named)]
+            for some in filter(None, (kept, entries)):
+                made = _adapted(problem, dict(enumerate(some)), bundle, device)
+                if not made:  # no knobs are legal, whatever they are adapted from
+                    return {}
+                if alike := _alike([(some[at], each) for at, each in made.items()]):
+                    # Each kernel can write to both destinations.
+                    there = [entry for entry in alike if entry.destination is destination]
+                    there = there or [replace(entry, destination=destination) for entry in alike]
+                    return _adapted(problem, entries_by_size(there, near, destination, device)[1], bundle, device)
+    return {}
+
+
+def _alike(made: Sequence[tuple[BundleEntry, BundleEntry]]) -> list[BundleEntry]:
+    """Of pairs of an entry and what is `adapted` from it, the entries of the arithmetic that most of the latter have;
+    none if each needs larger clusters than every GPU holds."""
+    names = [(entry, each.launch.arithmetic) for entry, each in made if _keeps(each, each.launch.arithmetic)]
+    counts = Counter(name for _, name in names)
+    most = min(counts, key=lambda name: (-counts[name], name), default="")
+    return [entry for entry, name in names if name == most]
 
 
 def _best_bundle(
@@ -200,13 +295,12 @@ def _best_bundle(
     destination: Destination,
     device: Device,
     without: Collection[str] = (),
-    batch_invariant: bool = False,
+    arithmetic: str | None = None,
 ) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
     """The match, the `entries_by_size` and the bundle that come first by the rules of this module; None if none does.
 
-    Pinned bundles are asked before all others.
+    Pinned bundles are asked before all others. arithmetic: that of batch-invariant calls; None for others.
     """
-    arithmetic = _invariant_arithmetic(problem, device) if batch_invariant else None
     for asked in bundles.in_turn():
         # Nothing of an older architecture comes before what serves of a newer one, so it need not be read.
         for _, similar in groupby(serving(asked, device), key=_generation):
@@ -223,19 +317,8 @@ def _best_bundle(
                     matching.append((badness, (match, found, bundle)))
             if matching:
                 # A bundle with few kernels of an arithmetic must not hide one with more.
-                return min(matching, key=lambda each: (each[0], -len(each[1][1]) if batch_invariant else 0))[1]
+                return min(matching, key=lambda each: (each[0], -len(each[1][1]) if arithmetic else 0))[1]
     return None
-
-
-def _invariant_arithmetic(problem: Problem, device: Device) -> str:
-    """The arithmetic of batch-invariant calls; "" if no bundle names any. It is the same however rows lie, because a
-    single row is contiguous wherever it lies."""
-    problem = problem.with_io(rows=Rows.CONTIGUOUS)
-    for asked in bundles.by_authority():
-        for bundle in serving(asked, device):
-            if arithmetic := bundle.arithmetic(problem):
-                return arithmetic
-    return ""
 
 
 def _keeps(entry: BundleEntry, arithmetic: str) -> bool:

@@ -181,11 +181,20 @@ def _find(kind: Kind, elements: int) -> LoadedKernel | None:
     try:
         return _fitting(kind, elements)
     except (DeviceError, ToolchainError) as error:
-        if kind.batch_invariant or torch.cuda.is_current_stream_capturing():
+        none_can_be_made = isinstance(error, ToolchainError) and _is_guessed(kind, elements)
+        if (kind.batch_invariant and not none_can_be_made) or torch.cuda.is_current_stream_capturing():
             # Otherwise plain PyTorch would stay in the graph, or give other bits than other calls.
             raise error if isinstance(error, DeviceError) else DeviceError(str(error)) from error
         warnings.warn(f"plain PyTorch transforms {kind.problem.key} here: {error}", RuntimeWarning, stacklevel=2)
         return None
+
+
+def _is_guessed(kind: Kind, elements: int) -> bool:
+    """Whether no bundle has its kernel. If one of these kernels cannot be made, `_fitting` has tried all of them, so
+    PyTorch does the work at every element count."""
+    target = cuda_device(kind.device)
+    chosen = choose(kind, elements, target) if target else None
+    return chosen is not None and chosen[1] is None
 
 
 def _fitting(kind: Kind, elements: int) -> LoadedKernel | None:

@@ -95,8 +95,8 @@ def rotate_quantize(
     numerics: "accurate" keeps at least 16 significant bits of every value until codes are made, on every GPU; only the
         conversion to FP4 may look at fewer, as docs/formats.md says. "fast" may round values to fewer bits between
         steps. float32 is always accurate.
-    batch_invariant: as for `hadagen.hadamard_transform`. If the kernels that quantize do not give the same bits in
-        every call, PyTorch quantizes, with one RuntimeWarning. The default is True if HADAGEN_BATCH_INVARIANT is 1.
+    batch_invariant: as for `hadagen.hadamard_transform`. If no kernels can be made that give the same bits in every
+        call, PyTorch quantizes, with one RuntimeWarning. The default is True if HADAGEN_BATCH_INVARIANT is 1.
     out: the codes and scales to write and return: an earlier result, or a pair of tensors like the results of the call.
         They must not share memory with x. For fp8-tensor and fp8-head, the scales of out are ignored.
     before: a value of `hadagen.prologues`, such as SiluMul(), which runs before the rotation in the same kernel. Codes
