@@ -287,6 +287,7 @@ CASES: dict[str, dict[str, Any]] = {
     "n4096-bfloat16-to-fp8_head-fast": {"chunks": 4, "warps": 4, "far_bits": "lanes", "far_lanes": "mma"},
     "n4096-float16-to-fp8_row_4096-accurate": {"chunks": 8, "warps": 4, "exchange_carrier": "fp32"},
     "n128-bfloat16-to-fp8_row_65536-accurate": {"chunks": 4, "warps": 8},
+    "n1280-k20-signed-bfloat16-to-int8_row_3840-accurate": {"rows": 4, "warps": 2, "load": "bulk"},
 }
 
 
@@ -308,6 +309,9 @@ PADDED: dict[str, dict[str, Any]] = {
     "n32-after-silu_mul_interleaved-float16-to-int4_row_2080-accurate": {"load": "cp_async", "grid": "persistent"},
     "n64-after-silu_mul_interleaved-float16-to-int8_row_1408-accurate": {"load": "bulk"},
     "n128-after-silu_mul-bfloat16-to-fp8_row_1408-accurate": {},
+    "n96-k12-after-silu_mul_interleaved-bfloat16-to-fp8_row_480-accurate": {"slabs": 1},
+    "n1152-k36-signed-after-gelu-bfloat16-to-int8_row_3456-fast": {"first": "matrix", "stages": 2},
+    "n448-k28-real-after-silu_mul-bfloat16-to-int4_row_1344-accurate": {"first": "matrix", "products": "alone"},
 }
 
 

@@ -16,6 +16,15 @@ def _draft(c: Context, k: Knobs) -> tuple[Draft, Multiplies | BoxProduct]:
     return draft, next(step for step in draft.steps if isinstance(step, Multiplies | BoxProduct))
 
 
+def _cuts_row(c: Context, k: Knobs) -> str | None:
+    """Why a tile does not hold whole rows that have one scale, or None."""
+    tile, unit, room = k.rows * c.problem.n, c.problem.unit, c.problem.room
+    if tile % room:
+        return f"a tile ends within a row of {unit} (rows must be {room // c.problem.n} or more)"
+    too_many = c.problem.is_padded and tile > room
+    return f"a row of {unit} fills a tile alone (rows must be {room // c.problem.n})" if too_many else None
+
+
 MATRIX_RULES = Rules()
 
 
@@ -92,8 +101,8 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.rows * c.problem.length >> k.fold not in PRODUCT_COLUMNS:
         numbers = " or ".join(map(str, PRODUCT_COLUMNS))
         return f"a product has {numbers} columns, those of all its rows (rows must be others)"
-    if k.rows * c.problem.n % c.problem.unit:
-        return f"a tile ends within a row of {c.problem.unit} (rows must be {c.problem.unit // c.problem.n} or more)"
+    if why := _cuts_row(c, k):
+        return why
     if k.cluster > 1 and k.rows > 1:
         return "the blocks of a cluster share one row (rows must be 1, or cluster)"
     return None
@@ -155,8 +164,8 @@ def _(c: Context, k: Knobs) -> str | None:
     assert isinstance(tile, Multiplies)
     if k.rows < (least := tile.rows_at_once(draft)):
         return f"an mma takes columns of {least} rows at once (rows must be {least} or more)"
-    if k.rows * c.problem.n % c.problem.unit:
-        return f"a tile ends within a row of {c.problem.unit} (rows must be {c.problem.unit // c.problem.n} or more)"
+    if why := _cuts_row(c, k):
+        return why
     if k.warps > tile.sets(draft):
         return "some warps would have nothing to multiply (take fewer warps, or more rows)"
     return None

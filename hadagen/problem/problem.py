@@ -329,10 +329,12 @@ class Problem:
     @cached_property
     def room(self) -> int:
         """The elements of a tile that holds one `unit`: `unit`, or more for a row with one scale if no tile is as long.
-        The tile neither reads nor writes elements beyond the row."""
+        With a matrix, a tile has n times a power of two. The tile neither reads nor writes elements beyond the row."""
         unit, form = self.unit, self.io.form
-        if self.transform.has_matrix or form is None or form.group != unit or unit & (unit - 1) == 0:
+        if form is None or form.group != unit or unit & (unit - 1) == 0:
             return unit
+        if self.transform.has_matrix:
+            return padded_length(unit // self.n) * self.n
         least = max(_CHUNK, self.n)
         while odd_part(found := -(-unit // least) * least) > _MAX_ODD_WARPS:
             least *= 2
