@@ -20,23 +20,22 @@ bundle names their arithmetic. If no bundle has a kernel of fast codes, the kern
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Iterable
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hadagen.errors import ToolchainError, UsageError, shown
+from hadagen.errors import ToolchainError, UsageError, printable, shown
 from hadagen.problem.launch import PORTABLE_CLUSTER
 from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination, destinations, nearest
 from hadagen.problem.target import generation
 from hadagen.problem.trial import Provenance
-from hadagen.runtime import bundles
+from hadagen.runtime import bundles, tables
 from hadagen.runtime.arguments import as_int, name_of
 from hadagen.runtime.device import Device
-from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems
+from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems, rules_of
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 # Whether calls that do not say want the same bits for a row in every call.
@@ -126,6 +125,28 @@ def timed_in_bundles(
     return list(best[1]) if best else []
 
 
+def has_kernel(problem: Problem, destination: Destination, device: Device, *, batch_invariant: bool = False) -> bool:
+    """Whether `choose_from_bundles` finds an entry. This makes no recipe, so it is quicker.
+
+    Raises as `choose_from_bundles` does, and `ToolchainError` if kernels cannot be generated here.
+    """
+    if _best_of_codes(problem, destination, device, (), batch_invariant):
+        return True
+    if batch_invariant or not may_be_guessed(problem):
+        return False
+    near = _nearest(problem, destination, device)
+    if near is None:
+        return False
+    from hadagen.compiler.recipes import why_no_knobs  # here, because a call that finds a cubin needs none of it
+
+    return why_no_knobs(problem, rules_of(device, next(iter(near[1].values())))) is None
+
+
+def no_such_bits(problem: Problem, device: Device) -> str:
+    """Why a batch-invariant call has no kernel where others have one."""
+    return f"no kernels of {problem.key} give the same bits in every call on {printable(device.gpu or device.arch)}"
+
+
 def called_by_size(
     problem: Problem, destination: Destination, device: Device
 ) -> tuple[dict[int, BundleEntry], Bundle | None]:
@@ -176,22 +197,40 @@ def _best(
 ) -> tuple[Match, dict[int, BundleEntry], Bundle | None] | None:
     """`_best_bundle`, for fast codes or else for accurate ones, or else entries that are adapted from those of the
     nearest problem, without a bundle."""
+    best = _best_of_codes(problem, destination, device, without, batch_invariant)
+    if best or batch_invariant or not may_be_guessed(problem):
+        return best
+    near = _nearest(problem, destination, device)
+    if near is None:
+        return None
+    try:
+        found = adapted(problem, near[1], near[2], device)
+    except ToolchainError as error:
+        tables.unmade[problem] = str(error)  # of which the warning of the call tells
+        return None
+    found = {elements: entry for elements, entry in found.items() if entry.kernel not in without}
+    return (Match.ESTIMATED, found, None) if found else None
+
+
+def _best_of_codes(
+    problem: Problem, destination: Destination, device: Device, without: Collection[str], batch_invariant: bool
+) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
+    """`_best_bundle`, for fast codes or else for accurate ones."""
     best = _best_bundle(problem, destination, device, without, batch_invariant)
     if best is None and problem.io.form:  # fast codes may be as accurate as others
         accurate = problem.with_io(numerics=Numerics.ACCURATE)
         best = None if accurate == problem else _best_bundle(accurate, destination, device, without, batch_invariant)
-    if best or batch_invariant or not may_be_guessed(problem):
-        return best
+    return best
+
+
+def _nearest(
+    problem: Problem, destination: Destination, device: Device
+) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
+    """`_best_bundle` of the nearest problem that has one."""
     served = {each for asked in bundles.in_turn() for bundle in serving(asked, device) for each in bundle.problems()}
     for near in nearest_problems(problem, served):
         if best := _best_bundle(near, destination, device):
-            try:
-                found = adapted(problem, best[1], best[2], device)
-            except ToolchainError as error:
-                warnings.warn(f"no kernel is made for {problem.key}: {error}", RuntimeWarning, stacklevel=2)
-                return None
-            found = {elements: entry for elements, entry in found.items() if entry.kernel not in without}
-            return (Match.ESTIMATED, found, None) if found else None
+            return best
     return None
 
 

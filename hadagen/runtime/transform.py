@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function
 from hadagen.problem.choices import NumericsName
 from hadagen.problem.problem import padded_length
 from hadagen.problem.prologues import Prologue
+from hadagen.runtime import slow
 from hadagen.runtime.calls import again, is_plain, result_like
 from hadagen.runtime.checks import (
     REAL,
@@ -138,8 +139,13 @@ def _after(
     check_target(x, before, inplace, out)
     given = x if before.is_rounded or x.dtype == torch.float64 else x.float()
     asked = options.numerics, options.batch_invariant
+    taken = None if torch.compiler.is_dynamo_compiling() else slow.taken()
     values = rotated_after(given, before, RotateArguments(*arguments, 1, False, False, 1.0, *asked))
-    y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
+    if taken is None:
+        y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
+    else:
+        with slow.rest(taken):
+            y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
     target = x if inplace else out
     return cast(torch.Tensor, y) if target is None else target.copy_(y)
 
