@@ -203,8 +203,8 @@ def best_config(
         match = Match.ESTIMATED  # only the caller says that a GPU of this name is of that arch
     found = (problem, rows, destination, target, match)
     if chosen is None:
-        asked = Asked.of(problem, width or problem.unit, destination, bool(batch_invariant))
-        return BestConfig(*found, reason=why_none(asked, target))
+        wanted = Asked.of(problem, width or problem.unit, destination, bool(batch_invariant))
+        return BestConfig(*found, reason=why_none(wanted, target))
     entry, _ = chosen
     measured = entry.provenance is Provenance.MEASURED
     us, copy_us = (entry.us, entry.copy_us) if measured else (None, None)

@@ -110,7 +110,6 @@ def rotate_quantize(
     together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as an x that requires a
     gradient without gradient=True, and for an out that is not like the result.
     """
-    taken = None if torch.compiler.is_dynamo_compiling() else slow.taken()
     target = None if out is None else _destination(out)
     text = "" if before is None else text_of(before)
     if batch_invariant is None:
@@ -119,6 +118,7 @@ def rotate_quantize(
     quantized: Quantized | None = None
     given: Any
     if gradient is not False:
+        taken = None if torch.compiler.is_dynamo_compiling() else slow.taken()
         check_is_flag(gradient, "gradient")
         if gradient and isinstance(to, str) and to == "largest":
             raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")

@@ -168,8 +168,8 @@ def _asked(x: torch.Tensor, options: Options) -> Asked:
     columns = x.shape[-1]
     n = padded_length(columns)
     lie = Rows.CONTIGUOUS if columns == n else Rows.PITCHED
-    asked = {"numerics": options.numerics, "batch_invariant": options.batch_invariant, "scale": float(options.scale)}
-    return Asked(n, plain(x.dtype), n, rows=lie, destination=Destination.IN_PLACE, **asked)
+    asked = Asked(n, plain(x.dtype), rows=lie, numerics=options.numerics, batch_invariant=options.batch_invariant)
+    return asked._replace(destination=Destination.IN_PLACE, scale=float(options.scale))
 
 
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -126,8 +126,8 @@ def warmup(
                 last = [problem_of(row, given, contract.value, lie) for lie in Rows]  # of which one takes a copy
                 if not any(p and kernels.timed_of(Kind(index, p, True, bool(batch_invariant))) for p in last):
                     lie = Rows.CONTIGUOUS if row == length else Rows.PITCHED
-                    how = {"numerics": contract.value, "batch_invariant": bool(batch_invariant)}
-                    slow.append(Asked(row, plain(given), rows=lie, destination=Destination.IN_PLACE, **how))
+                    asks = Asked(row, plain(given), rows=lie, destination=Destination.IN_PLACE)
+                    slow.append(asks._replace(numerics=contract.value, batch_invariant=bool(batch_invariant)))
     if strict and slow:
         first, others = slow[0], len(set(slow)) - 1
         rest = f" and {others} more problem{'s' * (others > 1)}" if others else ""
@@ -141,14 +141,13 @@ def warmup(
     if target := cuda_device(index):
         compile_missing([chosen for each in asked if (chosen := kernels.choose(*each, target))], target)
     loaded = {each: kernels.find(*each) for each in asked}
-    missed = [kind for (kind, _), kernel in loaded.items() if kernel is None]
+    missed = [kind for kind, _ in dict.fromkeys(kinds) if kind in tables.failed]
     if strict and missed:
         raise UsageError(f"PyTorch computes {missed[0].problem.key} on this GPU: {tables.failed[missed[0]]}")
     if target and not is_served(target):
         missed = [kind for kind, _ in kinds[:1]]
     for kind in missed:  # whose calls may be captured, without a word
-        how = kind.problem.unit, kind.destination, kind.batch_invariant
-        tell(index, Asked.of(kind.problem, *how))
+        tell(index, Asked.of(kind.problem, kind.problem.unit, kind.destination, kind.batch_invariant))
     return len({id(kernel) for kernel in loaded.values()} - {id(None)})
 
 
