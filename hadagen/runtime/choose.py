@@ -227,7 +227,7 @@ def _nearest(
     problem: Problem, destination: Destination, device: Device
 ) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
     """`_best_bundle` of the nearest problem that has one."""
-    served = {each for asked in bundles.in_turn() for bundle in serving(asked, device) for each in bundle.problems()}
+    served = (each for asked in bundles.in_turn() for bundle in serving(asked, device) for each in bundle.tuned)
     for near in nearest_problems(problem, served):
         if best := _best_bundle(near, destination, device):
             return best

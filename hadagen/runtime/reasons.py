@@ -103,9 +103,12 @@ class Asked(NamedTuple):
             return f"n = {self.n} of {self.dtype}{to}{after}"
 
 
-def why_none(asked: Asked, device: Device | None) -> str | None:
+def why_none(asked: Asked, device: Device | None, *, advises: bool = True) -> str | None:
     """Why no kernel computes what is asked for on a device, and what would have a kernel, without a full stop; None if
-    a kernel does. device: None for a GPU of another maker than NVIDIA.
+    a kernel does.
+
+    device: None for a GPU of another maker than NVIDIA. advises: whether to try what would have a kernel where no knobs
+    are legal, which takes a moment.
 
     Raises `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
@@ -119,12 +122,12 @@ def why_none(asked: Asked, device: Device | None) -> str | None:
     if not is_served(device):
         return f"no bundle has kernels for {gpu}; {how_to_get_kernels(device.arch)}"
     try:
-        return _why_none(problem, asked, device, gpu)
+        return _why_none(problem, asked, device, gpu, advises)
     except ToolchainError as error:
         return f"no kernel is made for {problem.key}: {error}"
 
 
-def _why_none(problem: Problem, asked: Asked, device: Device, gpu: str) -> str | None:
+def _why_none(problem: Problem, asked: Asked, device: Device, gpu: str, advises: bool) -> str | None:
     def has(other: Problem, batch_invariant: bool = asked.batch_invariant) -> bool:
         return has_kernel(other, asked.destination, device, batch_invariant=batch_invariant)
 
@@ -141,7 +144,7 @@ def _why_none(problem: Problem, asked: Asked, device: Device, gpu: str) -> str |
     if why is None:
         return f"no bundle has a kernel of {problem.key} for {gpu}; {how_to_tune(problem, device.arch)}"
     # The advice of a rule is on knobs, or names no value that was tried.
-    remedies = [*islice(_remedies(problem, asked.columns or asked.n, has), 2)]
+    remedies = [*islice(_remedies(problem, asked.columns or asked.n, has), 2 if advises else 0)]
     return f"{why.partition(' (')[0]}; {', or '.join(remedies)}" if remedies else why
 
 

@@ -111,7 +111,10 @@ def tell(device: int, what: Asked) -> None:
 def _level() -> int:
     """The stacklevel, in `tell`, of the first caller that is neither hadagen nor PyTorch."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+    while frame.f_back is not None:
+        is_made = frame.f_code.co_filename.startswith("<")  # by PyTorch, for a graph
+        if not is_made and frame.f_globals.get("__name__", "").split(".")[0] not in _OURS:
+            break
         level, frame = level + 1, frame.f_back
     return level
 

@@ -129,7 +129,7 @@ def warmup(
                     asks = Asked(row, plain(given), rows=lie, destination=Destination.IN_PLACE)
                     slow.append(asks._replace(numerics=contract.value, batch_invariant=bool(batch_invariant)))
     if strict and slow:
-        first, others = slow[0], len(set(slow)) - 1
+        first, others = slow[0], len({each.text for each in slow}) - 1
         rest = f" and {others} more problem{'s' * (others > 1)}" if others else ""
         raise UsageError(f"PyTorch computes {first.text}{rest} on this GPU: {why_none(first, cuda_device(index))}")
     asked: list[tuple[Kind, int]] = []
