@@ -1,6 +1,6 @@
 """The table of what runs on sm90: a kernel or PyTorch, by the shipped bundle. It needs no GPU.
 
-python docs/refresh_kernels.py    # write it into docs/formats.md
+    python docs/refresh_kernels.py    # write it into docs/formats.md
 """
 
 from __future__ import annotations
@@ -22,56 +22,13 @@ from hadagen.runtime.reasons import Asked
 from hadagen.runtime.rotation import Rotation
 
 # Hidden sizes, sizes of heads and of layers between in models.
-WIDTHS = tuple(
-    map(
-        int,
-        [
-            "768",
-            "896",
-            "1024",
-            "1408",
-            "1536",
-            "2048",
-            "2560",
-            "2816",
-            "2880",
-            "3072",
-            "3584",
-            "4096",
-            "4864",
-            "5120",
-            "5632",
-            "6144",
-            "6912",
-            "7168",
-            "8192",
-            "8960",
-            "9216",
-            "9728",
-            "10240",
-            "11008",
-            "12288",
-            "13696",
-            "13824",
-            "14336",
-            "16384",
-            "17408",
-            "17920",
-            "18432",
-            "18944",
-            "20480",
-            "22016",
-            "24576",
-            "25600",
-            "27648",
-            "28672",
-            "29568",
-            "32768",
-            "36864",
-            "53248",
-        ],
-    )
+# fmt: off
+WIDTHS = (
+    768, 896, 1024, 1408, 1536, 2048, 2560, 2816, 2880, 3072, 3584, 4096, 4864, 5120, 5632, 6144, 6912, 7168, 8192,
+    8960, 9216, 9728, 10240, 11008, 12288, 13696, 13824, 14336, 16384, 17408, 17920, 18432, 18944, 20480, 22016, 24576,
+    25600, 27648, 28672, 29568, 32768, 36864, 53248,
 )
+# fmt: on
 NO_FORMAT = "none"
 TO = (NO_FORMAT, "fp8-row", "int8-row", "int4-row", "fp8-tensor", "fp8-group", "mxfp8", "mxfp4", "nvfp4")
 BEFORE = ("", "silu_mul")
@@ -79,7 +36,7 @@ NONE, ROW = 1, 0  # in place of the elements of a block that is rotated
 BLOCKS = (NONE, 32, 64, 128, 512, ROW)
 DTYPES = tuple(each.value for each in DType)
 _SM90 = Device("sm90")
-_MARKERS = "<!-- kernels:begin -->", "<!-- kernels:end -->"
+MARKERS = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 
 # Row length → why PyTorch computes rows of this length; None for those with a kernel.
 Answers = Mapping[int, str | None]
@@ -140,7 +97,8 @@ def kernels_table(formats: Sequence[str] = TO, befores: Sequence[str] = BEFORE) 
         for what, rotations in _merged(by_what)
     ]
     listed = [wrapped(f"- **{letter}**: {why.partition(';')[0]}.", "  ") for why, letter in notes.items()]
-    return "\n".join([grid("llllll", ("`to`", "`before`", "rotation", *DTYPES), shown), "", *listed])
+    lengths = wrapped(f"Row lengths: {', '.join(map(str, WIDTHS))}.")
+    return "\n".join([lengths, "", grid("llllll", ("`to`", "`before`", "rotation", *DTYPES), shown), "", *listed])
 
 
 def _merged(by_what: Mapping[tuple[str, str], Sequence[str]]) -> Iterator[tuple[tuple[str, str], list[str]]]:
@@ -190,7 +148,7 @@ def _listed(widths: Sequence[int], found: Iterable[int]) -> str:
 
 
 def main() -> None:
-    begin, end = _MARKERS
+    begin, end = MARKERS
     text = files.FORMATS.read_text(encoding="utf-8")
     before, _, rest = text.partition(begin)
     after = rest.partition(end)[2]

@@ -268,7 +268,7 @@ def test_without_the_generator_there_is_a_reason_too(monkeypatch: pytest.MonkeyP
     assert str(found).startswith("no kernel is made for n896-k28-float32-accurate: kernels cannot be generated")
 
 
-# ---- before the call ---------------------------------------------------------------------------------------------------
+# ---- before the call -------------------------------------------------------------------------------------------------
 def test_best_config_says_it() -> None:
     found = best_config(Rotation(896), "float32", rows=8, arch="sm90")
     assert found.reason == found.to_dict()["reason"] == why_none(Asked(896, "float32", orders=(28,)), Device("sm90"))
@@ -343,7 +343,7 @@ def test_a_strict_warmup_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         hadagen.warmup(64, "float16", strict="yes")  # type: ignore[arg-type]
 
 
-# ---- the rule of kernels -----------------------------------------------------------------------------------------------
+# ---- the rule of kernels ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "key",
     [

@@ -50,8 +50,9 @@ def hadamard_transform(
         is no power of two, each row is zero-padded to n, the next power of two, and the first m results are returned.
         This is not an orthonormal transform of m elements, whatever the scale, and has no inverse;
         `hadagen.Rotation(m)` is one. Kernels for the GPU run for all types except float64, and for m from 2 to 131072.
-        All other calls run in plain PyTorch; on a GPU, the first of each problem gives a `SlowPathWarning`. The number of rows may be 0. With a product in before=, [..., 2·m]. The result of a DTensor is a
-        DTensor, as docs/rotations.md says.
+        All other calls run in plain PyTorch; on a GPU, the first of each problem gives a `SlowPathWarning`. The number
+        of rows may be 0. With a product in before=, [..., 2·m]. The result of a DTensor is a DTensor, as
+        docs/rotations.md says.
     scale: n ** -0.5 makes the transform orthonormal and its own inverse if m = n. For another m, n ** -0.5 gives a
         warning once. With the default of 1, results are about √n times as large as x, and at most n times. So float16
         overflows for n = 32768 if values of x are around 300.
