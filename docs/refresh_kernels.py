@@ -1,7 +1,5 @@
-"""The table of what runs on sm90: a kernel or PyTorch, by the shipped bundle. It needs no GPU.
-
-    python docs/refresh_kernels.py    # write it into docs/formats.md
-"""
+"""The table of what runs on sm90, a kernel or PyTorch, by the shipped bundle; `python docs/refresh_kernels.py` writes
+it into docs/formats.md, without a GPU."""
 
 from __future__ import annotations
 

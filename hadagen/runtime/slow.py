@@ -98,7 +98,7 @@ def tell(device: int, what: Asked) -> None:
             return
         _told.add(key)
     try:
-        failed = [why for kind, why in tables.failed.items() if (kind.device, kind.problem) == (device, problem)]
+        failed = [why for kind, why in [*tables.failed.items()] if (kind.device, kind.problem) == (device, problem)]
         reason = why_none(what, cuda_device(device)) or next(iter(failed), "no kernel takes its tensors; copy them")
         message = f"PyTorch computes {what.text} here, which is slower: {reason}"
         warnings.warn(message, SlowPathWarning, stacklevel=_level())
