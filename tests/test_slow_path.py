@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hadagen.compiler import recipes
 from hadagen.problem.formats import Format
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Destination
+from hadagen.problem.scale import ScaleForm
 from hadagen.runtime import kernels, reasons, slow, tables, warmup
 from hadagen.runtime.choose import has_kernel, timed_in_bundles
 from hadagen.runtime.device import Device
@@ -253,11 +255,13 @@ def test_tensors_that_no_kernel_takes(gpu: EmulatedDevice) -> None:
     assert said == [f"PyTorch computes n1-float16-to-fp8_tensor-accurate here, which is slower: {why}"]
 
 
-def test_a_scale_that_no_kernel_takes() -> None:
+def test_a_scale_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = SimpleNamespace(scale_form=ScaleForm.FLOAT16_CORRECTED)
+    monkeypatch.setattr(reasons, "choose_from_bundles", lambda *_, **__: (None, (SimpleNamespace(launch=launch), None)))
     asked = Asked(4096, "float16", scale=1e-9)
     assert why_none(asked._replace(scale=1.0), SM90) is None
-    found = why_none(asked, SM90)
-    assert found is None or "scale = 1e-09 is out of the range of its kernels; pass one from " in found
+    said = "scale = 1e-09 is out of the range of its kernels; pass one from 6.1e-05 to 3.28e+04"
+    assert why_none(asked, SM90) == said
 
 
 def test_without_the_generator_there_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
