@@ -104,7 +104,8 @@ class Space:
         which is then about the problem. Of several reasons it is the one that most choices meet of those with which
         the rules got furthest, without its advice on knobs."""
         reasons: Counter[tuple[int, str]] = Counter()
-        if next(self._walk([self.arch.search[name] for name in KNOB_NAMES], reasons), None):
+        wanted = PROVEN_WITH_PRODUCT if self.problem.transform.has_matrix else self._proven  # often legal at once
+        if next(self._walk([self._by_distance(name, getattr(wanted, name)) for name in KNOB_NAMES], reasons), None):
             return None
         furthest = max(level for level, _ in reasons)
         _, why = max(reasons, key=lambda each: (each[0] == furthest, reasons[each]))
