@@ -174,6 +174,7 @@ format: $(TO_FORMAT) ## rewrite the Python files in the house style
 	$(PY) -m ruff format
 
 docs: $(TO_DRAW) ## bring numbers and pictures of docs up to date with docs/data
+	$(PY) docs/refresh_kernels.py
 	$(PY) docs/refresh.py
 
 site: export NO_MKDOCS_2_WARNING = 1

@@ -5,12 +5,11 @@ from __future__ import annotations
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import how_to_tune
 from hadagen.cli.output import fraction_text, print_fields, print_json, say, short_knobs
 from hadagen.errors import UsageError, shown
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import timed_rows
-from hadagen.problem.target import known_archs, nearest_arch
+from hadagen.problem.target import known_archs
 from hadagen.runtime.best import BestConfig, best_config, is_near
 from hadagen.runtime.choose import Match
 
@@ -56,7 +55,7 @@ def best(
         return
     say(f"{problem.key}, {config.rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
     if config.launch is None or config.knobs is None or config.provenance is None:
-        say(f"no kernel, PyTorch computes it; {_why_none(config)}")
+        say(f"no kernel, PyTorch computes it: {config.reason}")
         return
     if config.us is None:
         say(_why_not_measured(config))
@@ -80,21 +79,6 @@ def best(
         (source["kind"], ", ".join(filter(None, (source["gpu"], driver, compiler, source["date"])))),
     ]
     print_fields(fields + [("knobs", short_knobs(config.knobs))] * with_knobs)
-
-
-def _why_none(config: BestConfig) -> str:
-    """Why there is no kernel, or how to get one."""
-    from hadagen.plan.arch import load_arch
-    from hadagen.plan.knobs import Knobs
-    from hadagen.plan.space import Space
-
-    arch = nearest_arch(config.device.arch)
-    if arch and Space(config.problem, load_arch(arch)).closest(Knobs()) is None:
-        return (
-            f"no plan for rows of {config.problem.n} fits on {arch}; take shorter rows, or see why: hadagen emit "
-            f"--arch {arch} --problem {config.problem.key} --space"
-        )
-    return how_to_tune(config.problem, config.device.arch)
 
 
 def _why_not_measured(config: BestConfig) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import how_to_tune
 from hadagen.cli.output import report_failures, say
 from hadagen.compiler import recipes
 from hadagen.compiler.cache import KernelCache, cache_place
@@ -15,6 +14,7 @@ from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import destinations
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import find_device
+from hadagen.runtime.reasons import how_to_tune
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 

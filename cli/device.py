@@ -16,8 +16,8 @@ from hadagen.errors import DeviceError
 from hadagen.problem.problem import Problem
 from hadagen.problem.target import nearest_arch
 from hadagen.problem.trial import Environment, Kernel, Trial
-from hadagen.runtime import bundles
-from hadagen.runtime.device import Device, how_to_get_kernels
+from hadagen.runtime.device import Device
+from hadagen.runtime.reasons import has_bundle, how_to_tune
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:
@@ -66,23 +66,10 @@ def runnable(bundle: Bundle, entry: BundleEntry) -> Kernel:
 
 def no_kernels(target: Device, problems: Sequence[Problem]) -> DeviceError:
     """The error for calls of problems without a kernel on a device, with the command that makes kernels."""
-    of = f" of {problems[0].key}" if _has_bundle(target.arch) else ""
+    of = f" of {problems[0].key}" if has_bundle(target.arch) else ""
     return DeviceError(
         f"no bundle has kernels{of} for {target.gpu} ({target.arch}); {how_to_tune(problems[0], target.arch)}"
     )
-
-
-def how_to_tune(problem: Problem, arch: str) -> str:
-    """Advice if no bundle has kernels of a problem for an arch: to tune all problems if the arch has no bundle and the
-    problem no matrix, else to tune this problem without its signs and swapped bits."""
-    how = how_to_get_kernels(arch)
-    if nearest_arch(arch) and (problem.transform.has_matrix or _has_bundle(arch)):
-        how += f" --problem {replace(problem, transform=replace(problem.transform, signed=False, swapped=False)).key}"
-    return how
-
-
-def _has_bundle(arch: str) -> bool:
-    return any(bundle.arch == arch for bundle in bundles.known())
 
 
 def refusal(problem: Problem, digest: str, answer: measure.Answer | Trial, advice: str = "tune again") -> str:

@@ -27,7 +27,7 @@ import os.path
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hadagen.errors import DeviceError, HadagenError, StorageError, TensorError, UsageError
+from hadagen.errors import DeviceError, HadagenError, SlowPathWarning, StorageError, TensorError, UsageError
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 from hadagen.runtime.registration import register_with_torch
 
@@ -61,6 +61,7 @@ __all__ = [
     "Quantized",
     "Rotation",
     "Rows",
+    "SlowPathWarning",
     "StorageError",
     "TensorError",
     "UsageError",

@@ -161,6 +161,11 @@ class DisturbedError(DeviceError):
     """A GPU was busy or throttled in every attempt to time a kernel."""
 
 
+class SlowPathWarning(RuntimeWarning):
+    """PyTorch computes a call on a GPU, because no kernel does. The message says why, and what would have a kernel. It
+    is given once for each problem of a process, and Python's filters silence it or make it an error."""
+
+
 def told_apart(error: float, bound: float) -> tuple[str, str]:
     """Two different numbers as different texts, with three digits each, or more digits if three do not tell them
     apart."""

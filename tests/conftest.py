@@ -100,6 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     for item in gpu_items:
         item.user_properties.append((NEEDS_GPU_PROPERTY, True))
+        # They compare with what PyTorch computes, such as float64.
+        item.add_marker(pytest.mark.filterwarnings("ignore::hadagen.SlowPathWarning"))
     if not gpu_items or _has_gpu():
         return
     if config.getoption("--require-gpu"):

@@ -6,7 +6,7 @@ import torch
 from hadagen import Match, Problem, best_config, hadamard_transform
 from hadagen.gpu import driver
 from hadagen.problem.problem import Rows, padded_length
-from hadagen.runtime import kernels, tables
+from hadagen.runtime import kernels, slow, tables
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -21,7 +21,8 @@ def kernels_for_this_gpu() -> None:
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("timed", "found", "loaded"):
         monkeypatch.setattr(tables, name, {})
-    monkeypatch.setattr(kernels, "_unserved", set())
+    for name in ("_told", "_seen"):
+        monkeypatch.setattr(slow, name, set())
     tables.forget()
 
 

@@ -77,6 +77,7 @@ SAMPLED = {
     "test_fleet.py::test_a_local_fleet_has_tls_where_dask_requires_it": 0,
     "test_fleet.py::test_a_scheduler_beyond_loopback_without_tls_brings_a_warning": 5,
     "test_fleet.py::test_an_address_of_another_protocol_is_refused_in_a_sentence": 0,
+    "test_kernels_table.py::test_the_table_is_that_of_the_command": 0,
     "test_fleet.py::test_every_process_of_a_local_fleet_listens_on_loopback_alone": 0,
     "test_fleet.py::test_only_a_client_with_the_certificate_of_the_fleet_reaches_it": 0,
     "test_fusing.py::test_a_formula_before_a_rotation": 8,

@@ -32,7 +32,7 @@ from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination
 from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
 from hadagen.runtime import autotune as asking
-from hadagen.runtime import bundles, kernels, tables, warmup
+from hadagen.runtime import bundles, kernels, slow, tables, warmup
 from hadagen.runtime.device import Device
 from hadagen.tuner import autotuner
 from hadagen.tuner.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
@@ -158,12 +158,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(asking, "_tried", set())
-    for module in (asking, warmup, kernels):
+    for module in (asking, warmup, kernels, slow):
         monkeypatch.setattr(module, "cuda_device", lambda index: machine.device)
     for module in (asking, warmup):
         monkeypatch.setattr(module, "cuda_index", lambda device: device if device in (0, 1) else 0)
     tables.clear()
-    monkeypatch.setattr(kernels, "_unserved", set())
+    for name in ("_told", "_seen"):
+        monkeypatch.setattr(slow, name, set())
     monkeypatch.delenv(kernels.AUTOTUNE, raising=False)
     yield machine
     tables.clear()
@@ -503,8 +504,7 @@ def test_without_the_variable_no_call_measures(
     if value is not None:
         monkeypatch.setenv(kernels.AUTOTUNE, value)
     monkeypatch.setitem(sys.modules, "hadagen.runtime.autotune", None)
-    with pytest.warns(RuntimeWarning, match="no bundle has kernels"):
-        assert call() is None
+    assert call() is None
     assert machine.runs == []
 
 

@@ -37,6 +37,7 @@ from hadagen.runtime import best, bundles, calls, kernels, quantize, tables, tra
 from hadagen.runtime.best import best_config
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
+from hadagen.runtime.reasons import Asked, why_none
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE
 from hadagen.truth.reference import verification_scale
@@ -270,8 +271,8 @@ def test_a_kernel_that_fails_is_not_replaced_by_one_of_other_bits(monkeypatch: p
     monkeypatch.setattr(kernels, "load", refuse)
     with pytest.raises(DeviceError, match="it does not load"):
         kernels.find(INVARIANT, SMALL)
-    with pytest.warns(RuntimeWarning, match="plain PyTorch transforms n256-float16-accurate here"):
-        assert kernels.find(INVARIANT._replace(batch_invariant=False), SMALL) is None
+    assert kernels.find(INVARIANT._replace(batch_invariant=False), SMALL) is None
+    assert [*tables.failed.values()] == ["it does not load"]
 
 
 def test_rows_that_have_gaps_have_the_arithmetic_of_others(bundle: Path, device: EmulatedDevice) -> None:
@@ -303,7 +304,7 @@ QUANTIZING = PROBLEM.with_io(output="mxfp8_32")
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.usefixtures("machine")
-def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_kernel_quantizes_so_the_reason_is_said(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = kernels.Kind(0, QUANTIZING, False, True)
     quantizing = [
         trial(n, name, {SMALL: 1.0}, problem=QUANTIZING, errors={"normal": 0.0}) for n, name in ((1, ONE), (2, TWO))
@@ -314,11 +315,12 @@ def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path, monkeyp
     tables.clear()
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {})
     monkeypatch.setattr(recipes, "closest_recipe", lambda *_: None)
-    with pytest.warns(
-        RuntimeWarning, match="no kernels of n256-float16-to-mxfp8_32-accurate give the same .*, so PyTor"
-    ):
-        assert kernels.find(kind, SMALL) is None
+    assert kernels.find(kind, SMALL) is None
     assert kernels.find(kind, 2 * SMALL) is None
+    reason = why_none(Asked.of(QUANTIZING, 256, OUT_OF_PLACE, True), DEVICE)
+    said = "no kernels of n256-float16-to-mxfp8_32-accurate give the same bits in every call on "
+    assert str(reason).startswith(said)
+    assert str(reason).endswith("; leave out batch_invariant")
 
 
 def test_calls_that_quantize_ask_for_such_kernels(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,7 @@ def test_best_config_tells_what_is_known(tmp_path: Path, monkeypatch: pytest.Mon
             "us": 4.0,
             "copy_us": 1.9,
         },
+        "reason": None,
     }
 
 
@@ -249,6 +250,8 @@ def test_best_config_without_a_kernel(tmp_path: Path) -> None:
     assert (best.match, best.problem.io.rows is Rows.PITCHED) == (Match.GENERIC, True)
     assert best.fraction_of_copy is None
     assert best.to_dict()["kernel"] is None
+    assert best.reason == best.to_dict()["reason"]
+    assert str(best.reason).startswith("no bundle has kernels for sm90; to make some: hadagen tune ")
 
 
 def test_bundles_are_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,14 +125,18 @@ def test_best_on_a_gpu_that_there_is_no_target_for(sample: Path, monkeypatch: py
     monkeypatch.setattr("hadagen.runtime.best.find_device", lambda name, arch: Device(arch or "sm70", "Tesla V100"))
     known = ", ".join(known_archs())
     said = succeed("best", "--n", "256", "--rows", "4")
-    assert f"no kernel, PyTorch computes it; hadagen makes kernels for {known} only" in said
+    reason = f"no bundle has kernels for Tesla V100 (sm70); hadagen makes kernels for {known} only"
+    assert f"no kernel, PyTorch computes it: {reason}" in said
     asked = sentence(run("best", "--arch", "sm70", "--n", "256", "--rows", "4"), 2)
     assert asked == f"arch 'sm70' is not known and no bundle serves it; choose one of {known}"
 
 
 def test_best_says_that_there_is_no_kernel(sample: Path) -> None:
-    assert "no kernel, PyTorch computes it; to make some: hadagen tune --arch sm90" in succeed(*BEST, "512")
-    assert json.loads(succeed(*BEST, "512", "--json"))["match"] == "generic"
+    reason = "no bundle has a kernel of n512-float16-accurate for sm90; to make some: hadagen tune --arch sm90"
+    assert f"no kernel, PyTorch computes it: {reason}" in unfolded(succeed(*BEST, "512"))
+    found = json.loads(succeed(*BEST, "512", "--json"))
+    assert found["match"] == "generic"
+    assert found["reason"].startswith(reason)
 
 
 # ---- emit ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import os
 import sqlite3
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
@@ -27,7 +26,7 @@ from hadagen.problem.launch import ENTRY
 from hadagen.problem.problem import Problem, Transform
 from hadagen.problem.regimes import Destination
 from hadagen.problem.trial import Environment, Kernel, Provenance, recipe_digest
-from hadagen.runtime import bundles, calls, kernels, loading, streams, tables, warmup
+from hadagen.runtime import bundles, calls, kernels, loading, slow, streams, tables, warmup
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.tuning_db.bundle import Bundle
@@ -59,10 +58,11 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loader]:
     loader = Loader()
     hide_bundles(tmp_path, monkeypatch)
     monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
-    for module in (kernels, warmup):
+    for module in (kernels, slow, warmup):
         monkeypatch.setattr(module, "cuda_device", lambda index: Device("sm90", H100.gpu))
     tables.clear()
-    monkeypatch.setattr(kernels, "_unserved", set())
+    for name in ("_told", "_seen"):
+        monkeypatch.setattr(slow, name, set())
     monkeypatch.setattr(streams.driver, "load", loader)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(recipes, "_roots", [tmp_path / "cache"])
@@ -147,19 +147,18 @@ def test_a_kernel_that_went_when_its_bundle_was_replaced_is_chosen_anew(
 
 @pytest.mark.parametrize("error", [None, DriverError("CUDA_ERROR_OUT_OF_MEMORY", "loading k failed")])
 def test_threads_load_a_kernel_once(error: DriverError | None, loader: Loader) -> None:
-    """Also one that does not load, of which one warning tells."""
+    """Also one that does not load, of which the warning of a call tells."""
     loader.error, start = error, threading.Barrier(8)
 
     def work(index: int) -> LoadedKernel | None:
         start.wait()
         return find(1 << 13 if error else 1 << 10 + index)
 
-    with warnings.catch_warnings(record=True) as said, ThreadPoolExecutor(8) as pool:
-        warnings.simplefilter("always")
+    with ThreadPoolExecutor(8) as pool:
         (found,) = set(pool.map(work, range(8)))
     assert (found is None) == (error is not None)
     assert len(loader.images) == 1
-    assert len(said) == (error is not None)
+    assert len(tables.failed) == (error is not None)
 
 
 def test_a_known_bucket_opens_no_file_and_takes_no_lock(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,27 +239,34 @@ def test_a_gpu_that_no_bundle_serves_is_told_of_once(
     here: Device, pinned: bool, name: str, fix: str, machine: Loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a program that changed one import to be fast would not see why it is not."""
-    monkeypatch.setattr(kernels, "cuda_device", lambda index: here)
+    for module in (kernels, slow, warmup):
+        monkeypatch.setattr(module, "cuda_device", lambda index: here)
+    for module in (calls, slow):
+        monkeypatch.setattr(module, "takes_kernels" if module is calls else "is_on_gpu", lambda x: True)
     if not pinned:
         monkeypatch.delenv(bundles.VARIABLE)
+    x = torch.ones(4, 256)
     with pytest.warns() as caught:
-        found = find(), find(problem=Problem.of(512, "float32")), hadagen.warmup(1024, "bfloat16")
-    assert found == (None, None, 0)
-    said = f"no bundle has kernels for {name}, so plain PyTorch transforms there, which is slower; {fix}"
-    assert [(str(each.message), each.category) for each in caught] == [(said, RuntimeWarning)]
-    with pytest.warns(RuntimeWarning, match="no bundle has kernels"):
-        find(device=1)
+        made = [hadagen.hadamard_transform(x), hadagen.hadamard_transform(x), hadagen.warmup(1024, "bfloat16")]
+    assert made[2] == 0
+    said = f"which is slower: no bundle has kernels for {name}; {fix}"
+    assert [(str(each.message), each.category) for each in caught] == [
+        (f"PyTorch computes {key} here, {said}", hadagen.SlowPathWarning)
+        for key in ("n256-float32-accurate", "n1024-bfloat16-accurate")
+    ]
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_compiled_code_tells_of_it_when_it_runs(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one graph, which is traced without a word."""
-    monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm80", "NVIDIA A100"))
+    for module in (kernels, slow):
+        monkeypatch.setattr(module, "cuda_device", lambda index: Device("sm80", "NVIDIA A100"))
     monkeypatch.setattr(calls, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(slow, "is_on_gpu", lambda x: True)
     traced = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        traced.append(len(kernels._unserved))
+        traced.append(len(slow._told))
         return graph.forward
 
     call = torch.compile(lambda x: hadagen.hadamard_transform(x * 2, 0.5) + 1, fullgraph=True, backend=backend)
@@ -282,11 +288,16 @@ def test_no_warning_where_no_kernel_is_missed(machine: Loader, monkeypatch: pyte
     assert find() is None
 
 
-def test_a_kernel_that_does_not_load_is_replaced_with_a_warning(loader: Loader) -> None:
+def test_a_kernel_that_does_not_load_is_replaced_with_a_warning(machine: Loader) -> None:
+    loader = machine
     loader.error = DriverError("CUDA_ERROR_NO_BINARY_FOR_GPU", "loading k failed; update the driver")
-    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.key} here: .*: loading k failed; update the driver"):
-        assert find() is None
-    assert find() is None
+    assert find() is find() is None
+    (why,) = tables.failed.values()
+    assert why.endswith("loading k failed; update the driver")
+    with pytest.warns(hadagen.SlowPathWarning, match=f"{PROBLEM.key} here, which is slower: .*: loading k failed"):
+        hadagen.warmup(256, "float16", inplace=True, rows=32, numerics="accurate")
+    with pytest.raises(hadagen.UsageError, match=f"PyTorch computes {PROBLEM.key} on this GPU: .*: loading k failed"):
+        hadagen.warmup(256, "float16", inplace=True, rows=32, numerics="accurate", strict=True)
     assert loader.images == [b"cubin 1", b"// ptx of cubin 1"]
 
 
@@ -335,15 +346,15 @@ def test_where_none_of_a_bundle_fits_that_of_another_runs(
 
 def test_no_other_is_tried_where_one_does_not_load_for_another_reason(four_kernels: Path, loader: Loader) -> None:
     loader.error = DriverError("CUDA_ERROR_OUT_OF_MEMORY", "loading k failed; free some memory")
-    with pytest.warns(RuntimeWarning, match="free some memory"):
-        assert find(1 << 16) is None
+    assert find(1 << 16) is None
+    assert "free some memory" in next(iter(tables.failed.values()))
     assert loader.images == [b"cubin 2"]
 
 
 def test_where_none_fits_pytorch_does_it_with_a_warning(four_kernels: Path, loader: Loader) -> None:
     loader.too_large = {b"cubin %d" % chunks for chunks in TIMED.values()}
-    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.key} here: cubin 2 does not fit"):
-        assert find(1 << 16) is None
+    assert find(1 << 16) is None
+    assert [*tables.failed.values()] == ["cubin 2 does not fit"]
     assert len(loader.images) == len(TIMED)
 
 

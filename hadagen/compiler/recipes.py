@@ -101,6 +101,18 @@ def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0, 
     return Recipe(problem, found.to_dict(), arch, plan.launch)
 
 
+@functools.lru_cache(maxsize=1024)
+def why_no_knobs(problem: Problem, arch: str) -> str | None:
+    """Why no knobs are legal for a problem on an arch, so that it has no recipe; None if some are. Raises as
+    `closest_recipe` does."""
+    try:
+        from hadagen.plan.arch import load_arch
+        from hadagen.plan.space import Space
+    except ImportError as error:  # such as numpy
+        raise _no_generator(error) from None
+    return Space(problem, load_arch(arch)).why_none()
+
+
 def is_recipe_of(trial: Trial) -> bool:
     """Whether the recipe of a trial's kernel can be compiled: its knobs are legal now, and mean the same launch. Knobs
     that are newer than the trial have their defaults. Raises as `closest_recipe` does."""

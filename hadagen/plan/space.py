@@ -102,8 +102,22 @@ class Space:
 
     def report(self) -> SpaceReport:
         legal, reasons = self._enumerated
-        total = prod(len(self.arch.search[name]) for name in KNOB_NAMES)
-        return SpaceReport(total, len(legal), dict(reasons.most_common()))
+        total, found = prod(len(self.arch.search[name]) for name in KNOB_NAMES), Counter[str]()
+        for (_, why), count in reasons.items():
+            found[why] += count
+        return SpaceReport(total, len(legal), dict(found.most_common()))
+
+    def why_none(self) -> str | None:
+        """Why no knobs are legal; None if some are. One reason that rules out all choices is given with its advice,
+        which is then about the problem. Of several reasons it is the one that most choices meet of those with which
+        the rules got furthest, without its advice on knobs."""
+        reasons: Counter[tuple[int, str]] = Counter()
+        wanted = PROVEN_WITH_PRODUCT if self.problem.transform.has_matrix else self._proven  # often legal at once
+        if next(self._walk([self._by_distance(name, getattr(wanted, name)) for name in KNOB_NAMES], reasons), None):
+            return None
+        furthest = max(level for level, _ in reasons)
+        _, why = max(reasons, key=lambda each: (each[0] == furthest, reasons[each]))
+        return why if len(reasons) == 1 else why.partition(" (")[0]
 
     def seeds(self) -> list[Knobs]:
         """Legal choices that tend to be good, for the start of a search.
@@ -254,8 +268,8 @@ class Space:
         return sorted(values, key=lambda value: abs(values.index(value) - place))
 
     @cached_property
-    def _enumerated(self) -> tuple[tuple[Knobs, ...], Counter[str]]:
-        reasons: Counter[str] = Counter()
+    def _enumerated(self) -> tuple[tuple[Knobs, ...], Counter[tuple[int, str]]]:
+        reasons: Counter[tuple[int, str]] = Counter()
         return tuple(self._walk([self.arch.search[name] for name in KNOB_NAMES], reasons)), reasons
 
     @cached_property
@@ -267,9 +281,10 @@ class Space:
                 found[rule.last, value].append(rule.why)
         return found
 
-    def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[str]) -> Iterator[Knobs]:
+    def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[tuple[int, str]]) -> Iterator[Knobs]:
         """The legal choices, knob by knob in the order of `ranges`. Each rule is checked as soon as the knobs that it
-        needs are chosen. So the choices of an illegal branch are counted, not walked."""
+        needs are chosen. So the choices of an illegal branch are counted, not walked: in `reasons`, by the number of
+        knobs before the one that the rule is about, and by the reason."""
         below = [prod(map(len, ranges[i + 1 :])) for i in range(len(ranges))]
         rules = self._rules
         chosen = Knobs()  # changed in place; rules do not look at knobs that are not chosen yet
@@ -281,7 +296,7 @@ class Space:
                 object.__setattr__(chosen, name, value)
                 for ask in rules[name, value]:
                     if why := ask(self._context, chosen):
-                        reasons[why] += below[level]
+                        reasons[level, why] += below[level]
                         break
                 else:
                     if level + 1 < len(ranges):

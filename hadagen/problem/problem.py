@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from math import hypot, log2
+from math import hypot, log2, prod
 from typing import Any
 
 from hadagen.errors import UsageError, choice, shown
@@ -471,6 +471,36 @@ def may_have_kernels(order: int, length: int) -> bool:
 def may_have_paired(orders: Sequence[int]) -> bool:
     """Whether kernels may multiply by two real matrices of these orders, A and C."""
     return len(orders) == 2 and 1 < orders[0] <= MAX_REAL_ORDER and orders[1] in RIGHT_ORDERS
+
+
+def transform_for(n: int, orders: Sequence[int], *, signed: bool, swapped: bool, real: bool) -> Transform:
+    """The transform of kernels that multiply rows of n elements by matrices of these orders, each from 2 on, and by H.
+    real: whether the entries of a matrix are other numbers than −1, 0 and 1. Raises `UsageError` if no kernel does."""
+    most, given = 1 << MAX_LOG2_N, prod(orders)
+    if real and may_have_paired(orders) and given == n:
+        return Transform(n, orders[0], signed, swapped, real, paired=True)
+    even = n & -n
+    blocks = f"rotate in blocks of {min(even, most)}" if even > 1 else "rotate rows of an even length in blocks"
+    if len(orders) > 1:
+        several = " · ".join(map(str, orders))
+        raise UsageError(
+            f"no kernel multiplies by matrices of the orders {several}, but by one, or by two of real numbers without "
+            f"an H, the first of up to {MAX_REAL_ORDER} and the second of {_either(RIGHT_ORDERS)}; {blocks}"
+        )
+    if n > most:
+        raise UsageError(f"no kernel has rows or blocks of {n} elements, but of up to {most}; {blocks}")
+    if given > MAX_ORDER:
+        raise UsageError(f"no kernel multiplies by a matrix of order {given}, but of up to {MAX_ORDER}; {blocks}")
+    if real and given > 1 and not may_have_kernels(given, n // given):
+        raise UsageError(
+            f"no kernel multiplies by a matrix of {given}² real numbers and an H of order {n // given}, but by up to "
+            f"{MAX_REAL_ORDER}² and an H from {LEAST_LENGTH} to {MAX_REAL_LENGTH}; take such orders, or {blocks}"
+        )
+    return Transform(n, given, signed, swapped, real and given > 1)
+
+
+def _either(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
 def check_tunable(problems: Iterable[Problem]) -> None:

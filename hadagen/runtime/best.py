@@ -18,6 +18,7 @@ from hadagen.problem.trial import Provenance
 from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_count, is_one_of, name_of
 from hadagen.runtime.choose import BATCH_INVARIANT, Match, as_problem, choose_from_bundles
 from hadagen.runtime.device import Device, find_device
+from hadagen.runtime.reasons import Asked, why_none
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,8 @@ class BestConfig:
     "date" (UTC), "elements" (the element count of the winner), and "us" and "copy_us" at this count on this GPU, or
     None for estimates.
 
-    All of these are None if `match` is GENERIC.
+    All of these are None if `match` is GENERIC. `reason` is None if it is not: a sentence on why PyTorch computes the
+    call, and what would have a kernel.
     """
 
     problem: Problem
@@ -51,6 +53,7 @@ class BestConfig:
     copy_us: float | None = None
     relative_error: float | None = None
     provenance: Mapping[str, Any] | None = None
+    reason: str | None = None
 
     @property
     def fraction_of_copy(self) -> float | None:
@@ -73,6 +76,7 @@ class BestConfig:
             "fraction_of_copy": self.fraction_of_copy,
             "relative_error": self.relative_error,
             "provenance": None if self.provenance is None else dict(self.provenance),
+            "reason": self.reason,
         }
 
 
@@ -86,7 +90,10 @@ def _problem_of_call(
             raise UsageError("a Rotation says itself whether it has a matrix and signs; leave out order and signed")
         of, width = n.transform, n.n
         if of is None:
-            raise UsageError("no kernel computes this Rotation, so PyTorch does; best_config has nothing to say of it")
+            try:
+                n._transform()
+            except UsageError as error:
+                raise UsageError(f"no kernel computes this Rotation, so PyTorch does: {error}") from None
         if asked["to"] is not None and asked["columns"] is None:
             asked = {**asked, "columns": width}
         parts = {"order": of.order, "signed": of.signed, "swapped": of.swapped, "real": of.real}
@@ -171,7 +178,7 @@ def best_config(
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
     check_flags(inplace=inplace, batch_invariant=batch_invariant, signed=signed, round_first=round_first)
-    order = as_int(order)
+    order, width = as_int(order), 0
     said: dict[str, Any] = {} if is_count(order) and order == 1 else {"order": order}
     said |= {"signed": True} if signed else {}
     if not is_whole:
@@ -196,7 +203,8 @@ def best_config(
         match = Match.ESTIMATED  # only the caller says that a GPU of this name is of that arch
     found = (problem, rows, destination, target, match)
     if chosen is None:
-        return BestConfig(*found)
+        wanted = Asked.of(problem, width or problem.unit, destination, bool(batch_invariant))
+        return BestConfig(*found, reason=why_none(wanted, target))
     entry, _ = chosen
     measured = entry.provenance is Provenance.MEASURED
     us, copy_us = (entry.us, entry.copy_us) if measured else (None, None)

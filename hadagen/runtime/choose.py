@@ -21,7 +21,6 @@ have one arithmetic. If no bundle has a kernel of fast codes, the kernel of accu
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,16 +29,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hadagen.errors import ToolchainError, UsageError, shown
+from hadagen.errors import ToolchainError, UsageError, printable, shown
 from hadagen.problem.launch import PORTABLE_CLUSTER
 from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination, destinations, nearest
 from hadagen.problem.target import generation
 from hadagen.problem.trial import Provenance
-from hadagen.runtime import bundles
+from hadagen.runtime import bundles, tables
 from hadagen.runtime.arguments import as_int, name_of
 from hadagen.runtime.device import Device
-from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems
+from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems, rules_of
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 # Whether calls that do not say want the same bits for a row in every call.
@@ -129,6 +128,28 @@ def timed_in_bundles(
     return list(best[1]) if best else []
 
 
+def has_kernel(problem: Problem, destination: Destination, device: Device, *, batch_invariant: bool = False) -> bool:
+    """Whether `choose_from_bundles` finds an entry. Without `batch_invariant` this makes no recipe, so it is quicker.
+
+    Raises as `choose_from_bundles` does, and `ToolchainError` if kernels cannot be generated here.
+    """
+    if batch_invariant:
+        return _best_invariant(problem, destination, device) is not None
+    if _best_of_codes(problem, destination, device):
+        return True
+    near = _nearest(problem, destination, device) if may_be_guessed(problem) else None
+    if near is None:
+        return False
+    from hadagen.compiler.recipes import why_no_knobs  # here, because a call that finds a cubin needs none of it
+
+    return why_no_knobs(problem, rules_of(device, next(iter(near[1].values())))) is None
+
+
+def no_such_bits(problem: Problem, device: Device) -> str:
+    """Why a batch-invariant call has no kernel where others have one."""
+    return f"no kernels of {problem.key} give the same bits in every call on {printable(device.gpu or device.arch)}"
+
+
 def called_by_size(
     problem: Problem, destination: Destination, device: Device
 ) -> tuple[dict[int, BundleEntry], Bundle | None]:
@@ -181,20 +202,35 @@ def _best(
     nearest problem, without a bundle."""
     if batch_invariant:
         return _best_invariant(problem, destination, device, without)
+    if best := _best_of_codes(problem, destination, device, without):
+        return best
+    near = _nearest(problem, destination, device) if may_be_guessed(problem) else None
+    return _estimated(_adapted(problem, near[1], near[2], device), without) if near else None
+
+
+def _best_of_codes(
+    problem: Problem, destination: Destination, device: Device, without: Collection[str] = ()
+) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
+    """`_best_bundle`, for fast codes or else for accurate ones."""
     for asked in _as_asked(problem):
         if best := _best_bundle(asked, destination, device, without):
             return best
-    if not may_be_guessed(problem):
-        return None
-    served = {each for asked in bundles.in_turn() for bundle in serving(asked, device) for each in bundle.problems()}
+    return None
+
+
+def _nearest(
+    problem: Problem, destination: Destination, device: Device
+) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
+    """`_best_bundle` of the nearest problem that has one."""
+    served = (each for asked in bundles.in_turn() for bundle in serving(asked, device) for each in bundle.tuned)
     for near in nearest_problems(problem, served):
         if best := _best_bundle(near, destination, device):
-            return _estimated(_adapted(problem, best[1], best[2], device), without)
+            return best
     return None
 
 
 def _best_invariant(
-    problem: Problem, destination: Destination, device: Device, without: Collection[str]
+    problem: Problem, destination: Destination, device: Device, without: Collection[str] = ()
 ) -> tuple[Match, dict[int, BundleEntry], Bundle | None] | None:
     """`_best` among kernels of one arithmetic. The first of these that there is decides which:
 
@@ -239,11 +275,11 @@ def _estimated(
 def _adapted(
     problem: Problem, entries: Mapping[int, BundleEntry], bundle: Bundle, device: Device
 ) -> dict[int, BundleEntry]:
-    """`adapted`; none, with a warning, if kernels cannot be generated here."""
+    """`adapted`; none if kernels cannot be generated here."""
     try:
         return adapted(problem, entries, bundle, device)
     except ToolchainError as error:
-        warnings.warn(f"no kernel is made for {problem.key}: {error}", RuntimeWarning, stacklevel=2)
+        tables.unmade[problem] = str(error)  # of which the warning of the call tells
         return {}
 
 
@@ -263,7 +299,7 @@ def _recipes(
     own problem, or else of all, the arithmetic that most of the adapted entries have is chosen.
     """
     problem = problem.with_io(rows=Rows.CONTIGUOUS)
-    served = {each for bundle in found for each in bundle.problems()} if may_be_guessed(problem) else set()
+    served = {each for bundle in found for each in bundle.tuned} if may_be_guessed(problem) else set()
     for near in (problem, *nearest_problems(problem, served)):
         named = _named(near, found)
         for bundle in found:

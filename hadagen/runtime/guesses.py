@@ -72,7 +72,7 @@ def adapted(
 
     found: dict[int, BundleEntry] = {}
     for elements, entry in entries.items():
-        arch = device.arch if device.arch in known_archs() else entry.arch
+        arch = rules_of(device, entry)
         adds_signs = problem.transform.signed and not entry.problem.transform.signed
         takes_more = adds_signs or problem.prologue != entry.problem.prologue
         registers = _registers(bundle, entry.kernel) if takes_more and entry.compiled and arch == entry.arch else 0
@@ -98,6 +98,11 @@ def adapted(
                 portable=False,
             )
     return found
+
+
+def rules_of(device: Device, entry: BundleEntry) -> str:
+    """The arch whose rules the recipes for a device keep that are made of an entry."""
+    return device.arch if device.arch in known_archs() else entry.arch
 
 
 @lru_cache(maxsize=1024)

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from hadagen.errors import DeviceError, StorageError, ToolchainError, printable
+from hadagen.errors import DeviceError, StorageError, ToolchainError
 from hadagen.gpu.driver import DoesNotFit, Launch, LoadedKernel
 from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
 from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination, nearest
 from hadagen.runtime import bundles, tables
-from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bundles
-from hadagen.runtime.device import Device, cuda_device, how_to_get_kernels
+from hadagen.runtime.choose import choose_from_bundles, no_such_bits, timed_in_bundles
+from hadagen.runtime.device import Device, cuda_device
 from hadagen.runtime.guesses import may_be_guessed
 from hadagen.runtime.loading import load
 from hadagen.truth.accuracy import TORCH_DTYPE
@@ -41,9 +40,6 @@ class Kind(NamedTuple):
     @property
     def destination(self) -> Destination:
         return Destination.IN_PLACE if self.in_place else Destination.OUT_OF_PLACE
-
-
-_unserved: set[int] = set()  # devices for which the user was warned that no bundle serves them
 
 
 @functools.lru_cache(maxsize=1024)  # calls that are not remembered ask for few problems again and again
@@ -130,8 +126,6 @@ def timed_of(kind: Kind) -> list[int]:
             if kind not in tables.timed:
                 tables.timed[kind] = [] if target is None else _timed_on(kind, target)
             found = tables.timed[kind]
-        if target is not None and not found and not is_served(target):
-            _tell_unserved(kind.device, target)
     return found
 
 
@@ -149,32 +143,9 @@ def _timed_on(kind: Kind, target: Device) -> list[int]:
     found = timed_in_bundles(*wanted, batch_invariant=kind.batch_invariant)
     # Other rows are copied to contiguous ones then, and rotations are computed with kernels for H alone.
     alone = kind.problem.io.rows is Rows.CONTIGUOUS and not may_be_guessed(kind.problem)
-    quantizes = kind.problem.io.form is not None
-    if kind.batch_invariant and not found and (alone or quantizes) and timed_in_bundles(*wanted):
-        said = f"no kernels of {kind.problem.key} give the same bits in every call on {printable(target.gpu)}"
-        if not quantizes:
-            raise DeviceError(f"{said}; leave out batch_invariant, or pass a shorter row")
-        warnings.warn(
-            f"{said}, so PyTorch quantizes there, which is slower; leave out batch_invariant",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    if kind.batch_invariant and not found and alone and timed_in_bundles(*wanted):
+        raise DeviceError(f"{no_such_bits(kind.problem, target)}; leave out batch_invariant, or pass a shorter row")
     return found
-
-
-def _tell_unserved(device: int, target: Device) -> None:
-    """Warn, once for each GPU, that PyTorch does all the work there. Otherwise a user would not learn why a program is
-    not faster with hadagen."""
-    with tables.lock:
-        if device in _unserved:
-            return
-        _unserved.add(device)
-    warnings.warn(
-        f"no bundle has kernels for {printable(target.gpu)} ({target.arch}), so plain PyTorch transforms there, which "
-        f"is slower; {how_to_get_kernels(target.arch)}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _find(kind: Kind, elements: int) -> LoadedKernel | None:
@@ -185,7 +156,7 @@ def _find(kind: Kind, elements: int) -> LoadedKernel | None:
         if (kind.batch_invariant and not none_can_be_made) or torch.cuda.is_current_stream_capturing():
             # Otherwise plain PyTorch would stay in the graph, or give other bits than other calls.
             raise error if isinstance(error, DeviceError) else DeviceError(str(error)) from error
-        warnings.warn(f"plain PyTorch transforms {kind.problem.key} here: {error}", RuntimeWarning, stacklevel=2)
+        tables.failed[kind] = str(error)  # of which the warning of the call tells
         return None
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hadagen.errors import TensorError, UsageError, shown
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.prologues import Prologue, parsed
-from hadagen.runtime import calls, decompositions
+from hadagen.runtime import calls, decompositions, slow
 from hadagen.runtime.calls import (
     ALIGNMENT,
     Run,
@@ -42,12 +42,14 @@ from hadagen.runtime.quantize_operator import (
     AFTER,
     After,
     as_asked,
+    asked_of,
     check_arguments,
     empty_results,
     make,
     no_scales,
     run_for,
 )
+from hadagen.runtime.reasons import Asked
 from hadagen.runtime.rotate_arguments import RotateArguments
 from hadagen.runtime.rotate_operator import ROTATE, rotated
 
@@ -205,7 +207,7 @@ def _results(
         ready, *values = map(calls.ready, (x, *before.values))
         run = _run(ready, Before(before.prologue, tuple(values)), after)
     if run is None:
-        with torch.no_grad():
+        with slow.path(x, lambda: _asked(x, before, after)), torch.no_grad():
             results = _in_pytorch(x, before, after, differentiable=False)
         for each, made in zip(out, results, strict=False):
             each.copy_(made)
@@ -242,6 +244,21 @@ def _run(x: torch.Tensor, before: Before, after: After) -> Run | None:
         if run:
             calls.remember(x, what, False, run)
     return run
+
+
+def _asked(x: torch.Tensor, before: Before, after: After) -> Asked:
+    """What a call with tensors like x asks for."""
+    of, form, round_first, _ = after
+    prologue = before.of
+    if form:
+        return asked_of(x, of, form.by_kernels, round_first, after.heads, prologue)
+    rows = result_like(x, prologue.width)
+    asked = slow.asked_of(rows, of, prologue=prologue.name)
+    problem = rotation_problem(rows, of, prologue=prologue.name)
+    if problem is None or numbers_for(prologue, problem, rows) is not None:
+        return asked
+    why = f"kernels do not take rows of {rows.shape[-1]} elements after {prologue.name}; compute it before the call"
+    return asked._replace(misfit=why)
 
 
 def _run_of_rotation(x: torch.Tensor, of: RotateArguments, prologue: Prologue) -> Run | None:
@@ -306,7 +323,11 @@ def _with_derivatives(*arguments: Any) -> list[torch.Tensor]:
             raise TensorError("x or what comes before has a derivative, which quantized codes do not have; detach it")
         if calls.takes_kernels(x) and not before.of.operands and has_only_memory(x) and not has_tangent(x):
             return [_ByKernel.apply(x, before, after)]  # type: ignore[no-untyped-call]
-        return _in_pytorch(x, before, after, differentiable=True)
+        if not has_only_memory(x):
+            return _in_pytorch(x, before, after, differentiable=True)
+        why = "no kernel has tangents, or derivatives of tensors besides x; detach them"
+        with slow.path(x, lambda: _asked(x, before, after)._replace(misfit=why)):
+            return _in_pytorch(x, before, after, differentiable=True)
     if decompositions.is_decomposing():
         _check(x, before, after)
         with torch.no_grad():
@@ -327,7 +348,7 @@ class _ByKernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,), again = ctx.saved_tensors, torch.is_grad_enabled()  # whether the derivative has a derivative
-        with torch.enable_grad():
+        with slow.quiet(), torch.enable_grad():
             given = x if again else x.detach().requires_grad_()
             (y,) = _in_pytorch(given, *ctx.options, differentiable=True)
             (found,) = torch.autograd.grad(y, given, gradient, create_graph=again)

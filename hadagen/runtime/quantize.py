@@ -14,7 +14,7 @@ from hadagen.problem.choices import FormatName, LayoutName, NumericsName, RuleNa
 from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.problem import Problem, Rows
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime import calls, kernels
+from hadagen.runtime import calls, kernels, slow
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, result_like, rotation_problem
 from hadagen.runtime.checks import (
@@ -96,7 +96,7 @@ def rotate_quantize(
         conversion to FP4 may look at fewer, as docs/formats.md says. "fast" may round values to fewer bits between
         steps. float32 is always accurate.
     batch_invariant: as for `hadagen.hadamard_transform`. If no kernels can be made that give the same bits in every
-        call, PyTorch quantizes, with one RuntimeWarning. The default is True if HADAGEN_BATCH_INVARIANT is 1.
+        call, PyTorch quantizes, with a `SlowPathWarning`. The default is True if HADAGEN_BATCH_INVARIANT is 1.
     out: the codes and scales to write and return: an earlier result, or a pair of tensors like the results of the call.
         They must not share memory with x. For fp8-tensor and fp8-head, the scales of out are ignored.
     before: a value of `hadagen.prologues`, such as SiluMul(), which runs before the rotation in the same kernel. Codes
@@ -118,6 +118,7 @@ def rotate_quantize(
     quantized: Quantized | None = None
     given: Any
     if gradient is not False:
+        taken = None if torch.compiler.is_dynamo_compiling() else slow.taken()
         check_is_flag(gradient, "gradient")
         if gradient and isinstance(to, str) and to == "largest":
             raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
@@ -165,7 +166,12 @@ def rotate_quantize(
         quantized = Quantized(codes, given, form) if form.group == TENSOR else Quantized(codes, scales, form, given)
         if source is not x:
             wide = source.float() if before is None else applied(source, before)["x"]
-            quantized._exact = ROTATE.apply(wide, _operands(wide, rotation, scale, numerics, bool(batch_invariant)))
+            wanted = _operands(wide, rotation, scale, numerics, bool(batch_invariant))
+            if taken is None:
+                quantized._exact = ROTATE.apply(wide, wanted)
+            else:
+                with slow.rest(taken):
+                    quantized._exact = ROTATE.apply(wide, wanted)
     return quantized
 
 
@@ -461,16 +467,17 @@ def problems_of(
     numerics: str,
     batch_invariant: bool,
     prologue: str = "",
-) -> tuple[Problem | None, ...]:
-    """The problems of the kernel that does all of a call with tensors like x, and of the kernels that rotate if there
-    is no such kernel. None if no kernel can. form: None without a quantizer. Raises what a call with these arguments
-    raises."""
+) -> tuple[RotateArguments, Problem | None, Problem | None, Problem | None]:
+    """The arguments of the rotation; the problem of the kernel that does all of a call with tensors like x; and the
+    problems of the kernels that rotate if there is no such kernel. None if no kernel can. form: None without a
+    quantizer. Raises what a call with these arguments raises."""
     of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
     length = of.n // math.prod(of.orders)
     whole = (
         problem_for(x, of, form.by_kernels, round_first, prologue) if form else rotation_problem(x, of, None, prologue)
     )
     return (
+        of,
         whole,
         rotation_problem(wide, of),
         kernels.problem_of(length, wide.dtype, "accurate", Rows.CONTIGUOUS),

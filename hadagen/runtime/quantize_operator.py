@@ -16,7 +16,7 @@ from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.operands import sizes_for
 from hadagen.problem.problem import LEAST_GROUP, Problem
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime import calls, decompositions
+from hadagen.runtime import calls, decompositions, slow
 from hadagen.runtime.calls import ALIGNMENT, Output, Run, check_apart, needs_derivative, rotation_problem, span
 from hadagen.runtime.checks import (
     check_alike,
@@ -29,6 +29,7 @@ from hadagen.runtime.checks import (
     shape_of,
 )
 from hadagen.runtime.operators import register
+from hadagen.runtime.reasons import Asked
 from hadagen.runtime.rotate_arguments import RotateArguments, check
 from hadagen.runtime.rotate_operator import check_whole, rotated
 from hadagen.truth import quantizer
@@ -124,7 +125,9 @@ def make(
         rows, what = calls.ready(rows), None
     run = _run(rows, x, of, as_made, round_first, given) if values is None else None
     if run is None:
-        codes, scales = shaped(x, as_made, *_in_pytorch(rows, of, as_made, round_first, given, x.dtype))
+        heads = _heads(as_made, given)
+        with slow.path(x, lambda: asked_of(x, of, as_made, round_first, heads)):
+            codes, scales = shaped(x, as_made, *_in_pytorch(rows, of, as_made, round_first, given, x.dtype))
     else:
         others = [] if given is None else [given.data_ptr()]
         places = [each.data_ptr() for each in out or ()]
@@ -161,13 +164,48 @@ def _run(
     """The run of a kernel for rows: x, or a copy of it, with its dimensions in order; None if there is no kernel."""
     if not calls.takes_kernels(x):
         return None
-    heads = given.numel() if form.by_head and given is not None else 1  # how many have a scale
+    heads = _heads(form, given)
     asked = calls.number_of(of), of.numerics, of.batch_invariant
     what = *order_of(x, form), form.key, round_first, heads, *asked
     run = calls.known(rows, what)
     if run is None and (run := run_for(x, of, form, round_first, heads)):
         calls.remember(rows, what, False, run)
     return run
+
+
+def _heads(form: Format, given: torch.Tensor | None) -> int:
+    """How many have a scale of their own."""
+    return given.numel() if form.by_head and given is not None else 1
+
+
+def asked_of(
+    x: torch.Tensor, of: RotateArguments, form: Format, round_first: bool, heads: int, before: Prologue | None = None
+) -> Asked:
+    """What a call with tensors like x asks for, of which so many heads have a scale."""
+    rows, prologue = calls.result_like(x, before.width) if before else x, before.name if before else ""
+    asked = slow.asked_of(rows, of, form=form, round_first=round_first, prologue=prologue)
+    problem = problem_for(rows, of, form, round_first, prologue)
+    misfit = problem and _misfit(rows, problem, of.batch_invariant, heads, before)
+    return asked._replace(misfit=misfit) if misfit else asked
+
+
+def _misfit(
+    rows: torch.Tensor, problem: Problem, batch_invariant: bool, heads: int, before: Prologue | None
+) -> str | None:
+    """Why kernels of a problem do not take tensors like rows, of which so many heads have a scale; None if they do."""
+    elements, columns, unit = rows.numel(), rows.shape[-1], problem.unit
+    if elements % unit:
+        return f"kernels take a multiple of {unit} elements, and the result has {elements}; pad the rows of x"
+    if elements // LEAST_GROUP >= _MOST_GROUPS:
+        most = LEAST_GROUP * _MOST_GROUPS
+        return f"kernels take less than {most} elements, and the result has {elements}; divide the rows among calls"
+    if batch_invariant and columns % unit:  # where kernels take some numbers of rows only
+        return f"rows of {columns} elements are no multiple of {unit}; pad the rows of x, or leave out batch_invariant"
+    if elements // unit % heads:
+        return f"kernels take heads of a multiple of {unit} elements, not of {elements // heads}; pad the rows of x"
+    if before and calls.numbers_for(before, problem, rows) is None:
+        return f"kernels do not take rows of {columns} elements after {before.name}; compute it before the call"
+    return None
 
 
 def run_for(
@@ -178,14 +216,10 @@ def run_for(
     prologue writes; then those of the tensor_scale if the format needs one, and of the operands that it reads."""
     rows = calls.result_like(x, before.width) if before else x
     problem, columns = problem_for(rows, of, form, round_first, before.name if before else ""), rows.shape[-1]
-    if problem is None or rows.numel() % problem.unit or rows.numel() // LEAST_GROUP >= _MOST_GROUPS:
+    if problem is None or _misfit(rows, problem, of.batch_invariant, heads, before):
         return None
-    if of.batch_invariant and columns % problem.unit:  # where kernels take some numbers of rows only
-        return None
-    units_in_head, rest = divmod(rows.numel() // problem.unit, heads)
-    numbers = calls.numbers_for(before, problem, rows) if before else {}
-    if rest or numbers is None:
-        return None
+    units_in_head = rows.numel() // problem.unit // heads
+    numbers = (before and calls.numbers_for(before, problem, rows)) or {}
     count, groups, of_tensor = rows.numel() // columns, form.scales_in_row(columns), form.group == TENSOR
     written, read = (before.written, before.read) if before else ([], [])
     changing = [*["scales"] * (not of_tensor), *written, *["tensor_scale"] * form.needs_scale, *read]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from hadagen.problem.problem import Problem
-from hadagen.runtime import calls, decompositions, plain_rotation, sealed, streams, transform_operator
+from hadagen.runtime import calls, decompositions, plain_rotation, sealed, slow, streams, transform_operator
 from hadagen.runtime.calls import ALIGNMENT, Run, launch_of, number_of, rotation_problem
 from hadagen.runtime.checks import check_alike, check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -59,7 +59,7 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None
         _rotate(x, y, of)
     elif (run := _run(x, of, problem, False)) and not y.data_ptr() % ALIGNMENT:
         run.into((y,), x.data_ptr(), y.data_ptr())
-    elif _is_plain(of):  # whose rows need not be contiguous
+    elif _is_plain(of) or launch_of(x, of, problem, True) is None:  # and rows need not be contiguous
         _rotate(x, y, of)
     else:
         rotated(y.copy_(x), of, True)
@@ -93,7 +93,11 @@ def _rotate(x: torch.Tensor, y: torch.Tensor, of: RotateArguments) -> None:
         else:
             transform_operator.compute_into(x, y, options)
 
-    plain_rotation.rotate_into(x, y, of, transform)
+    if _is_plain(of):  # of which `transform` warns
+        plain_rotation.rotate_into(x, y, of, transform)
+        return
+    with slow.path(x, lambda: slow.asked_of(x, of)):
+        plain_rotation.rotate_into(x, y, of, transform)
 
 
 ROTATE = LinearOperator(

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.problem.choices import NumericsName
 from hadagen.problem.matrices import find_matrix, find_orders
-from hadagen.problem.problem import Transform, may_have_kernels, may_have_paired
+from hadagen.problem.problem import Transform, transform_for
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime import sealed
+from hadagen.runtime import sealed, slow
 from hadagen.runtime.arguments import as_int, explained, is_one_of
 from hadagen.runtime.calls import (
     ALIGNMENT,
@@ -264,7 +264,9 @@ class Rotation(SealedModule):
         """
         check_dtype(dtype)
         try:
-            return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
+            # Of the type that is asked for, there may be no kernel, and a matrix is made once.
+            with contextlib.nullcontext() if is_dynamo_compiling() else slow.quiet():
+                return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
         except RuntimeError as error:
             if isinstance(error, HadagenError):
                 raise
@@ -406,13 +408,14 @@ class Rotation(SealedModule):
     def transform(self) -> Transform | None:
         """The transform that a kernel computes for each block; None if PyTorch computes the rotation."""
         try:
-            flags = self._signed and not self._all_of_h, self._swapped, self._real
-            if self._real and may_have_paired(self._orders) and math.prod(self._orders) == self.block:
-                return Transform(self.block, self._orders[0], *flags, paired=True)
-            of = Transform(self.block, math.prod(self._orders), *flags)
+            return self._transform()
         except UsageError:  # too long, or of too large a matrix
             return None
-        return of if len(self._orders) <= 1 and (not of.real or may_have_kernels(of.order, of.length)) else None
+
+    def _transform(self) -> Transform:
+        """The same. Raises `UsageError`, with the reason, if PyTorch computes the rotation."""
+        signed = self._signed and not self._all_of_h
+        return transform_for(self.block, self._orders, signed=signed, swapped=self._swapped, real=self._real)
 
     @property
     def signs(self) -> torch.Tensor | None:

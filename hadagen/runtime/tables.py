@@ -17,6 +17,8 @@ timed: dict[Any, list[int]] = {}  # `Kind` → the element counts of its kernels
 found: dict[tuple[Any, int], LoadedKernel | None] = {}  # by `Kind` and a timed element count
 loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
 unfit: dict[int, dict[str, HadagenError]] = defaultdict(dict)  # device → digest → why the kernel does not run there
+failed: dict[Any, str] = {}  # `Kind` → why its kernel cannot run here
+unmade: dict[Problem, str] = {}  # why no kernel can be generated
 lock = threading.Lock()  # for entering into `timed` and `found`
 
 
@@ -29,6 +31,8 @@ def forget(problem: Problem | None = None) -> None:
             del timed[kind]
         for key in [key for key in found if key[0].problem == problem]:
             del found[key]
+        for kind in [kind for kind in failed if kind.problem == problem]:
+            del failed[kind]
 
 
 def clear() -> None:
@@ -36,7 +40,7 @@ def clear() -> None:
     hold the lock."""
     global lock
     lock = threading.Lock()
-    for table in (calls, timed, found, loaded, unfit):
+    for table in (calls, timed, found, loaded, unfit, failed, unmade):
         table.clear()
 
 

@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function
 from hadagen.problem.choices import NumericsName
 from hadagen.problem.problem import padded_length
 from hadagen.problem.prologues import Prologue
+from hadagen.runtime import slow
 from hadagen.runtime.calls import again, is_plain, result_like
 from hadagen.runtime.checks import (
     REAL,
@@ -49,9 +50,9 @@ def hadamard_transform(
         is no power of two, each row is zero-padded to n, the next power of two, and the first m results are returned.
         This is not an orthonormal transform of m elements, whatever the scale, and has no inverse;
         `hadagen.Rotation(m)` is one. Kernels for the GPU run for all types except float64, and for m from 2 to 131072.
-        All other calls run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a
-        RuntimeWarning. The number of rows may be 0. With a product in before=, [..., 2·m]. The result of a DTensor is a
-        DTensor, as docs/rotations.md says.
+        All other calls run in plain PyTorch; on a GPU, the first of each problem gives a `SlowPathWarning`. The number
+        of rows may be 0. With a product in before=, [..., 2·m]. The result of a DTensor is a DTensor, as
+        docs/rotations.md says.
     scale: n ** -0.5 makes the transform orthonormal and its own inverse if m = n. For another m, n ** -0.5 gives a
         warning once. With the default of 1, results are about √n times as large as x, and at most n times. So float16
         overflows for n = 32768 if values of x are around 300.
@@ -138,8 +139,13 @@ def _after(
     check_target(x, before, inplace, out)
     given = x if before.is_rounded or x.dtype == torch.float64 else x.float()
     asked = options.numerics, options.batch_invariant
+    taken = None if torch.compiler.is_dynamo_compiling() else slow.taken()
     values = rotated_after(given, before, RotateArguments(*arguments, 1, False, False, 1.0, *asked))
-    y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
+    if taken is None:
+        y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
+    else:
+        with slow.rest(taken):
+            y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
     target = x if inplace else out
     return cast(torch.Tensor, y) if target is None else target.copy_(y)
 

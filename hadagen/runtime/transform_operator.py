@@ -15,10 +15,12 @@ from hadagen.errors import TensorError
 from hadagen.gpu.driver import Launch
 from hadagen.problem.launch import RowShape
 from hadagen.problem.problem import Rows, padded_length
-from hadagen.runtime import calls, decompositions, kernels, plain_transform, streams
+from hadagen.problem.regimes import Destination
+from hadagen.runtime import calls, decompositions, kernels, plain_transform, slow, streams
 from hadagen.runtime.calls import ALIGNMENT, Run, increment_version, span
-from hadagen.runtime.checks import check_call, check_like, check_writable
+from hadagen.runtime.checks import check_call, check_like, check_writable, plain
 from hadagen.runtime.operators import LinearOperator
+from hadagen.runtime.reasons import Asked
 
 
 class Options(NamedTuple):
@@ -44,12 +46,13 @@ def compute(x: torch.Tensor, options: Options, inplace: bool) -> torch.Tensor:
         return run.over(x, x.data_ptr()) if inplace else run.new(x.data_ptr())
     result = _transformed_copy(x, options)
     if result is None:
-        if inplace and x.is_contiguous():
-            result = x
-            increment_version((x,))
-        else:
-            result = torch.empty_like(x, memory_format=torch.contiguous_format)
-        plain_transform.transform(x, result, options.scale, batch_invariant=options.batch_invariant)
+        with slow.path(x, lambda: _asked(x, options)):
+            if inplace and x.is_contiguous():
+                result = x
+                increment_version((x,))
+            else:
+                result = torch.empty_like(x, memory_format=torch.contiguous_format)
+            plain_transform.transform(x, result, options.scale, batch_invariant=options.batch_invariant)
     return x.copy_(result) if inplace else result.contiguous()
 
 
@@ -158,6 +161,15 @@ def _transformed_copy(x: torch.Tensor, options: Options) -> torch.Tensor | None:
         streams.queue(launch, x.get_device(), copy.data_ptr(), copy.data_ptr())
         return part
     return None
+
+
+def _asked(x: torch.Tensor, options: Options) -> Asked:
+    """What a call asks for where no kernel takes a copy of x either, which is transformed in place."""
+    columns = x.shape[-1]
+    n = padded_length(columns)
+    lie = Rows.CONTIGUOUS if columns == n else Rows.PITCHED
+    asked = Asked(n, plain(x.dtype), rows=lie, numerics=options.numerics, batch_invariant=options.batch_invariant)
+    return asked._replace(destination=Destination.IN_PLACE, scale=float(options.scale))
 
 
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -14,14 +14,18 @@ from hadagen.problem.choices import FormatName, LayoutName, NumericsName, RuleNa
 from hadagen.problem.formats import Format
 from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
 from hadagen.problem.prologues import Prologue, name_of, named
-from hadagen.runtime import kernels
+from hadagen.problem.regimes import Destination
+from hadagen.runtime import kernels, tables
 from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_flag
-from hadagen.runtime.choose import BATCH_INVARIANT
+from hadagen.runtime.checks import plain
+from hadagen.runtime.choose import BATCH_INVARIANT, is_served
 from hadagen.runtime.device import cuda_device, cuda_index
 from hadagen.runtime.kernels import Kind, problem_of
 from hadagen.runtime.loading import compile_missing
 from hadagen.runtime.quantize import problems_of
+from hadagen.runtime.reasons import Asked, why_none
 from hadagen.runtime.rotation import Rotation
+from hadagen.runtime.slow import asked_of, tell
 
 
 @explained(TypeError)
@@ -41,6 +45,7 @@ def warmup(
     layout: LayoutName = "row-major",
     round_first: bool = False,
     before: Prologue | str | None = None,
+    strict: bool = False,
 ) -> int:
     """Load the kernels of later calls now, so that no call waits for a kernel or loads it during a CUDA graph capture.
     Kernels without a cubin for the GPU are compiled, as many at a time as there are CPUs.
@@ -59,20 +64,22 @@ def warmup(
     group, rule, layout, round_first: the arguments of the later calls.
     before: the argument of the later calls, or its name, such as "silu_mul". n is then the rotation, as for `to`.
         Kernels do not depend on limit, alpha and beta.
+    strict: raise `UsageError`, with the first reason, if PyTorch computes any of the later calls, before anything is
+        loaded.
 
     Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
     With HADAGEN_AUTOTUNE=1, each problem of these calls is measured first, unless it was measured before.
 
     Returns the number of different kernels that the calls may run; 0 if PyTorch computes them.
 
-    Raises `UsageError` for a bad argument or a missing device, `DeviceError` if a kernel cannot be loaded while a graph
-    is captured, and `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
+    Raises `UsageError` for a bad argument or a missing device, and as `strict` says; `DeviceError` if a kernel cannot
+    be loaded while a graph is captured; and `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
     if inplace is not None and not is_flag(inplace):
         raise UsageError(f"inplace = {shown(inplace)} is not supported; give True, False, or nothing for both")
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    check_flags(batch_invariant=batch_invariant, round_first=round_first)
+    check_flags(batch_invariant=batch_invariant, round_first=round_first, strict=strict)
     if to is None:
         check_no_format(columns, group, rule, layout, bool(round_first))
     prologue = name_of(before)
@@ -92,14 +99,22 @@ def warmup(
         each.scales_in_row(length)
     index = _warmed_device(device)
     if index is None:
+        if strict:
+            raise UsageError(
+                f"no kernel runs on device {shown(device or 'cpu')}, so PyTorch computes these calls; name a CUDA "
+                "device, or leave out strict"
+            )
         return 0
     kinds: list[tuple[Kind, int]] = []  # and the elements of a row
+    slow: list[Asked] = []  # what PyTorch computes
     for rotation, length in zip(rotations, lengths, strict=True):
         for given in dtypes:
             if is_rotated:
                 for form, width, contract in product(forms, widths or [length], contracts):
                     how = form, bool(round_first), contract, bool(batch_invariant), prologue
-                    kinds += _rotating(index, rotation, _row(width, given, index), *how)
+                    found, asks = _rotating(index, rotation, _row(width, given, index), *how)
+                    kinds += found
+                    slow += [asks] if asks else []
                 continue
             row = padded_length(length)
             for problem in {problem_of(row, given, contract.value, lie) for contract in contracts for lie in Rows}:
@@ -107,6 +122,16 @@ def warmup(
                     # Tensors that must be copied are transformed in place, in the copy.
                     places = {bool(inplace), True}
                     kinds += [(Kind(index, problem, place, bool(batch_invariant)), row) for place in places]
+            for contract in contracts if strict else ():
+                last = [problem_of(row, given, contract.value, lie) for lie in Rows]  # of which one takes a copy
+                if not any(p and kernels.timed_of(Kind(index, p, True, bool(batch_invariant))) for p in last):
+                    lie = Rows.CONTIGUOUS if row == length else Rows.PITCHED
+                    asks = Asked(row, plain(given), rows=lie, destination=Destination.IN_PLACE)
+                    slow.append(asks._replace(numerics=contract.value, batch_invariant=bool(batch_invariant)))
+    if strict and slow:
+        first, others = slow[0], len({each.text for each in slow}) - 1
+        rest = f" and {others} more problem{'s' * (others > 1)}" if others else ""
+        raise UsageError(f"PyTorch computes {first.text}{rest} on this GPU: {why_none(first, cuda_device(index))}")
     asked: list[tuple[Kind, int]] = []
     for kind, row in dict.fromkeys(kinds):
         timed = kernels.timed_of(kind)
@@ -115,7 +140,15 @@ def warmup(
         asked += [(kind, elements) for elements in wanted]
     if target := cuda_device(index):
         compile_missing([chosen for each in asked if (chosen := kernels.choose(*each, target))], target)
-    return len({id(kernels.find(*each)) for each in asked} - {id(None)})
+    loaded = {each: kernels.find(*each) for each in asked}
+    missed = [kind for kind, _ in dict.fromkeys(kinds) if kind in tables.failed]
+    if strict and missed:
+        raise UsageError(f"PyTorch computes {missed[0].problem.key} on this GPU: {tables.failed[missed[0]]}")
+    if target and not is_served(target):
+        missed = [kind for kind, _ in kinds[:1]]
+    for kind in missed:  # whose calls may be captured, without a word
+        tell(index, Asked.of(kind.problem, kind.problem.unit, kind.destination, kind.batch_invariant))
+    return len({id(kernel) for kernel in loaded.values()} - {id(None)})
 
 
 def _rotating(
@@ -127,15 +160,17 @@ def _rotating(
     numerics: Numerics,
     batch_invariant: bool,
     prologue: str,
-) -> list[tuple[Kind, int]]:
-    """The kinds of kernels of calls with a format or a prologue and results like x, each with the elements of a row."""
-    whole, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant, prologue)
+) -> tuple[list[tuple[Kind, int]], Asked | None]:
+    """The kinds of kernels of calls with a format or a prologue and results like x, each with the elements of a row;
+    and what the calls ask for, if PyTorch computes them with these kernels at best."""
+    of, whole, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant, prologue)
     if whole and kernels.timed_of(kind := Kind(device, whole, False, batch_invariant)):
-        return [(kind, x.shape[-1])]
+        return [(kind, x.shape[-1])], None
+    asked = asked_of(x, of, form=form, round_first=round_first, prologue=prologue)._replace(scale=None)
     if prologue and named(prologue).is_rounded:  # whose result kernels without a prologue take
-        return _rotating(device, rotation, x, form, round_first, numerics, batch_invariant, "")
+        return _rotating(device, rotation, x, form, round_first, numerics, batch_invariant, "")[0], asked
     # PyTorch does all but the rotation, for which other kernels are, in place.
-    return [(Kind(device, each, True, batch_invariant), x.shape[-1]) for each in others if each]
+    return [(Kind(device, each, True, batch_invariant), x.shape[-1]) for each in others if each], asked
 
 
 def _warmed_device(device: int | str | torch.device | None) -> int | None:

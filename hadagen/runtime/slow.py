@@ -1,0 +1,147 @@
+"""The warning of a call on a GPU that PyTorch computes: once for each problem and device, and one for each call. None
+comes while PyTorch compiles, or captures a CUDA graph."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from hadagen.errors import SlowPathWarning
+from hadagen.runtime import tables
+from hadagen.runtime.calls import ALIGNMENT
+from hadagen.runtime.checks import plain
+from hadagen.runtime.device import cuda_device
+from hadagen.runtime.reasons import Asked, why_none
+from hadagen.runtime.rotate_arguments import RotateArguments, is_packed, is_pair, is_real
+
+_MOST_SEEN = 4096  # because a program may have ever new row lengths
+_seen: set[tuple[int, Asked]] = set()  # calls whose problem has been told, as they were asked
+_told: set[tuple[Any, ...]] = set()  # device, and problem or what has none
+
+
+class _Here(threading.local):
+    """Of this thread: whether a call is under way whose warning was given, and how many of them there were."""
+
+    inside = False
+    taken = 0
+
+
+_here = _Here()
+
+
+def is_on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.numel() > 0
+
+
+@contextmanager
+def path(x: torch.Tensor, asked: Callable[[], Asked]) -> Iterator[None]:
+    """A context in which PyTorch computes a call with x. Gives the warning before anything is computed, unless x is on
+    no GPU or empty, or the call is a part of another one that gave a warning. asked: what the call asks for."""
+    if not is_on_gpu(x) or _here.inside:
+        yield
+        return
+    _tell(x.get_device(), asked)
+    with quiet():
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context in which calls give no warning, because they are parts of another call."""
+    before, _here.inside = _here.inside, True
+    try:
+        yield
+    finally:
+        _here.inside = before
+
+
+def taken() -> int:
+    """How often this thread took the slow path, for `rest`."""
+    return _here.taken
+
+
+def rest(before: int) -> AbstractContextManager[None]:
+    """The context of the rest of a call: `quiet` if the call took the slow path since `taken` was this."""
+    return nullcontext() if _here.taken == before else quiet()
+
+
+def _tell(device: int, asked: Callable[[], Asked]) -> None:
+    _here.taken += 1
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return
+    what = asked()
+    seen = device, what._replace(scale=None)
+    if seen in _seen:
+        return
+    tell(device, what)
+    if len(_seen) >= _MOST_SEEN:
+        _seen.clear()
+    _seen.add(seen)
+
+
+def tell(device: int, what: Asked) -> None:
+    """Warn that PyTorch computes this on a CUDA device, unless that was told of its problem. Where Python makes an
+    error of the warning, the next call gives it again."""
+    try:
+        problem = what.problem
+        key: tuple[Any, ...] = device, problem, what.batch_invariant, what.misfit is not None
+    except ValueError:
+        problem, key = None, (device, *what._replace(scale=None, misfit=None, columns=0))
+    with tables.lock:
+        if key in _told:
+            return
+        _told.add(key)
+    try:
+        failed = [why for kind, why in [*tables.failed.items()] if (kind.device, kind.problem) == (device, problem)]
+        reason = why_none(what, cuda_device(device)) or next(iter(failed), "no kernel takes its tensors; copy them")
+        message = f"PyTorch computes {what.text} here, which is slower: {reason}"
+        warnings.warn(message, SlowPathWarning, stacklevel=_level())
+    except BaseException:
+        with tables.lock:
+            _told.discard(key)
+        raise
+
+
+def _level() -> int:
+    """The stacklevel, in `tell`, of the first caller that is neither hadagen nor PyTorch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        is_made = frame.f_code.co_filename.startswith("<")  # by PyTorch, for a graph
+        if not is_made and frame.f_globals.get("__name__", "").split(".")[0] not in _OURS:
+            break
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_OURS = "hadagen", "torch", "contextlib"
+
+
+def asked_of(x: torch.Tensor, of: RotateArguments, **others: Any) -> Asked:
+    """What a rotation of tensors like x asks for. others: more fields of `Asked`."""
+    matrices, misfit = of.matrices, None
+    if matrices is not None and not is_packed(matrices):
+        misfit = "its matrix is not packed as kernels take it; make a hadagen.Rotation of the matrix"
+    elif any(each.data_ptr() % ALIGNMENT or not each.is_contiguous() for _, each in of.tensors):
+        misfit = f"a tensor of the rotation has gaps, or an address that is no multiple of {ALIGNMENT}; clone it"
+    if is_packed(matrices):
+        real = is_real(matrices, of.orders) or is_pair(matrices, of.orders)
+    else:
+        real = matrices is not None and matrices.dtype != torch.int8
+    parts: dict[str, Any] = {
+        "columns": x.shape[-1],
+        "orders": tuple(of.orders) if matrices is not None else (),
+        "real": real,
+        "signed": of.signs is not None or of.signs_after is not None,
+        "swapped": of.swapped,
+        "numerics": of.numerics,
+        "batch_invariant": of.batch_invariant,
+        "scale": float(of.scale),
+        "misfit": misfit,
+    }
+    return Asked(of.n, plain(x.dtype), **{**parts, **{k: v for k, v in others.items() if v is not None}})
