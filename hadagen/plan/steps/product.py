@@ -142,8 +142,11 @@ class BoxProduct(Step, Tile):
 
     def planes(self, plan: Draft) -> int:
         """The number of sets of boxes in a stage whose sum is X."""
-        is_split = any(step.computes and step.leaves == SPLIT for step in plan.steps)
-        return 2 if is_split and plan.problem.io.input is DType.BFLOAT16 else 1
+        return 2 if any(step.computes and step.leaves == SPLIT for step in plan.steps) else 1
+
+    def operand_type(self, plan: Draft) -> DType:
+        """The type of the numbers that are multiplied: bfloat16, which has the range of fp32, if X is a sum."""
+        return DType.BFLOAT16 if self.planes(plan) > 1 else plan.problem.io.input
 
     def axes(self, before: Placement) -> tuple[Axis, ...]:
         columns = sorted((place for place in before.axes if place.kind == "column"), key=lambda place: place.index)
@@ -191,7 +194,8 @@ class BoxProduct(Step, Tile):
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         real, dtype = plan.problem.transform.real, plan.problem.io.input
         # A power of two of the scale goes to the matrix, so that sums stay in the range of fp32.
-        power = {"factor": 1, "power": (plan.problem.n - 1).bit_length()} if dtype is DType.BFLOAT16 else {}
+        of = self.operand_type(plan)
+        power = {"factor": 1, "power": (plan.problem.n - 1).bit_length()} if of is DType.BFLOAT16 else {}
         lift = {"lift": LIFT[dtype]} if real else {}
         return {
             "fold": self.fold,
@@ -201,6 +205,7 @@ class BoxProduct(Step, Tile):
             "real": real,
             "pieces": self.pieces(plan),
             "planes": self.planes(plan),
+            "type": "T" if of is dtype else of.value,
             "padded": self._padded(plan),
             "box_bytes": _BOX_ROW_BYTES * self._padded(plan),
             "plane_bytes": self.plane_bytes(plan),
@@ -388,7 +393,8 @@ class WarpProduct(BoxProduct):
     together = 1
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
-        return frozenset({"mma_bf16", "bf16x2_fma"} if dtype is DType.BFLOAT16 else {"mma_f16"})
+        in_bfloat16 = dtype is DType.BFLOAT16 or carrier == SPLIT
+        return frozenset({"mma_bf16", "bf16x2_fma"} if in_bfloat16 else {"mma_f16"})
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         steps = self.operands_in_slab(plan)
