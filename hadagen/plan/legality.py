@@ -275,6 +275,8 @@ def _(c: Context, k: Knobs) -> str | None:
         return f"the arch has no clusters of {k.cluster} blocks"
     if tile > room:
         return "the tile of several blocks is longer than a row (take fewer chunks, warps or blocks)"
+    if share * (k.cluster - 1) >= unit:
+        return f"the last block would have no part of a row of {unit} (take fewer blocks)"
     if form and share < form.group < unit:
         return f"a group of {form.group} is longer than the share of a block (take fewer blocks)"
     if c.odd_factor > 1 and blocks_spanned(c.problem, k):
