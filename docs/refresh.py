@@ -15,7 +15,9 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`.
 `data/resources_h100.csv` is written by `measure_resources.py`, `data/layer_h100.json` by `examples/layer.py`,
 `data/mlp_h100.json` by `examples/mlp.py`, `data/decoder_h100.json` by `examples/decoder.py`, and
-`data/humming_h200.csv` by `ci/race.py`. Our times of pitched rows come from the shipped bundle. Drawing needs
+`data/humming_h200.csv` by `ci/race.py`. `data/row_tiles_h200.csv` has the times of rows with one scale in tiles of many
+shapes: medians of five replays of a CUDA graph, whose inputs come from memory for 512 rows and more, and the time in
+which PyTorch copies as many bytes. Our times of pitched rows come from the shipped bundle. Drawing needs
 matplotlib (pip install '.[docs]'); checking does not.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The

@@ -343,7 +343,7 @@ def test_rows_that_no_block_holds(key: str) -> None:
 
 
 def test_blocks_share_a_row_that_none_holds_alone() -> None:
-    """And each of them has a part of it: a row of 65792 lies in a tile of 73728, the last 16th of which is beyond it."""
+    """And each of them has a part of it: the last 16th of a tile for 65792 elements is beyond the row."""
     for columns, clusters in ((53248, {1}), (65536, {2, 4, 8, 16}), (65792, {2, 4, 8})):
         space = Space(Problem.of(1, "bfloat16", to="fp8-row", columns=columns), ARCH)
         assert {knobs.cluster for knobs in space.legal} == clusters

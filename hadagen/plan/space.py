@@ -219,13 +219,14 @@ class Space:
 
         Where there are more rows than SMs, as many rows as possible are on an SM at once. Behind a prologue, which is
         arithmetic, as many threads as possible are, of at least two rows if they fit. If one row fits, a block loads
-        the next row meanwhile. Where there are fewer rows, a block has about 512 threads.
-        docs/internals/experiments.md has the measurements.
+        the next row meanwhile. Where there are fewer rows, a block has about 512 threads. No tile with one chunk was
+        measured. docs/internals/experiments.md says how fast these tiles are.
         """
         problem = self.problem
         is_power_of_two = problem.room & (problem.room - 1) == 0 and not problem.is_padded
         if problem.transform.has_matrix or is_power_of_two or not (tiles := list(self._tiles_of_a_row(wanted))):
             return wanted
+        tiles = [tile for tile in tiles if tile.knobs.chunks > 1] or tiles
         if rows <= self.arch.model.sms:
             return min(tiles, key=lambda tile: abs(log2_of(tile.threads / 512))).knobs
         if problem.prologue:
