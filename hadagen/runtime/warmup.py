@@ -117,10 +117,10 @@ def warmup(
                     slow += [asks] if asks else []
                 continue
             row = padded_length(length)
-            for problem in {problem_of(row, given, contract.value, lie) for contract in contracts for lie in Rows}:
-                if problem:
+            for contract, lie in product(contracts, Rows):
+                if problem := problem_of(row, given, contract.value, lie):
                     # Tensors that must be copied are transformed in place, in the copy.
-                    places = {bool(inplace), True}
+                    places = dict.fromkeys((bool(inplace), True))
                     kinds += [(Kind(index, problem, place, bool(batch_invariant)), row) for place in places]
             for contract in contracts if strict else ():
                 last = [problem_of(row, given, contract.value, lie) for lie in Rows]  # of which one takes a copy
