@@ -163,7 +163,7 @@ class DisturbedError(DeviceError):
 
 class SlowPathWarning(RuntimeWarning):
     """PyTorch computes a call on a GPU, because no kernel does. The message says why, and what would have a kernel. It
-    is given once for each problem of a process, and Python's filters silence it or make it an error."""
+    is given once in a process for each problem and device, and Python's filters silence it or make it an error."""
 
 
 def told_apart(error: float, bound: float) -> tuple[str, str]:

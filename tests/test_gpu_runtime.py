@@ -130,7 +130,7 @@ def test_a_gpu_without_kernels_runs_pytorch(nothing_loaded: None, monkeypatch: p
     monkeypatch.setattr(bundles, "known", list)
     x = normal(3, 256)
     assert best_config(Problem.of(256, "float16"), 3).match is Match.GENERIC
-    with pytest.warns(RuntimeWarning, match="here, which is slower: no bundle has kernels for "):
+    with pytest.warns(RuntimeWarning, match="on this GPU, which is slower: no bundle has kernels for "):
         y = hadagen.hadamard_transform(x, 1 / 16)
     assert found(x) is None
     assert error(y, x, 1 / 16) <= bound(Problem.of(256, "float16"), x.numel())

@@ -251,7 +251,7 @@ def test_a_gpu_that_no_bundle_serves_is_told_of_once(
     assert made[2] == 0
     said = f"which is slower: no bundle has kernels for {name}; {fix}"
     assert [(str(each.message), each.category) for each in caught] == [
-        (f"PyTorch computes {key} here, {said}", hadagen.SlowPathWarning)
+        (f"PyTorch computes {key} on this GPU, {said}", hadagen.SlowPathWarning)
         for key in ("n256-float32-accurate", "n1024-bfloat16-accurate")
     ]
 
@@ -294,7 +294,9 @@ def test_a_kernel_that_does_not_load_is_replaced_with_a_warning(machine: Loader)
     assert find() is find() is None
     (why,) = tables.failed.values()
     assert why.endswith("loading k failed; update the driver")
-    with pytest.warns(hadagen.SlowPathWarning, match=f"{PROBLEM.key} here, which is slower: .*: loading k failed"):
+    with pytest.warns(
+        hadagen.SlowPathWarning, match=f"{PROBLEM.key} on this GPU, which is slower: .*: loading k failed"
+    ):
         hadagen.warmup(256, "float16", inplace=True, rows=32, numerics="accurate")
     with pytest.raises(hadagen.UsageError, match=f"PyTorch computes {PROBLEM.key} on this GPU: .*: loading k failed"):
         hadagen.warmup(256, "float16", inplace=True, rows=32, numerics="accurate", strict=True)

@@ -1,6 +1,7 @@
 """The warning of calls that PyTorch computes, and what `best_config` and `warmup` say of them beforehand."""
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -66,8 +67,8 @@ def test_once_for_each_problem(gpu: EmulatedDevice) -> None:
         lambda: hadamard_transform(x, 0.5),
     )
     assert said == [
-        "PyTorch computes n = 64 of float64 here, which is slower: float64 has no kernels; pass float16, bfloat16 or "
-        "float32"
+        "PyTorch computes n = 64 of float64 on this GPU, which is slower: float64 has no kernels; pass float16, "
+        "bfloat16 or float32"
     ]
     other = torch.ones(3, 128, dtype=torch.float64)
     assert len(said_by(lambda: hadamard_transform(other), lambda: hadamard_transform(x))) == 1
@@ -147,7 +148,9 @@ def test_one_for_each_call(gpu: EmulatedDevice) -> None:
     """A call of several parts that PyTorch computes gives the reason of the first."""
     x, rotation = torch.ones(2, 896), matrix_of_32()
     (said,) = said_by(lambda: rotate_quantize(x, rotation, to="int8-row"))
-    assert said.startswith("PyTorch computes n896-k28-float32-to-int8_row_896-accurate here, which is slower: an mma ")
+    assert said.startswith(
+        "PyTorch computes n896-k28-float32-to-int8_row_896-accurate on this GPU, which is slower: an mma "
+    )
     y, gated = torch.ones(2, 1792), prologues.SiluMul()
     (said,) = said_by(lambda: rotate_quantize(y, rotation, to="fp8-row", before=gated))
     assert "n896-k28-after-silu_mul-float32-to-fp8_row_896-accurate" in said
@@ -164,6 +167,29 @@ def test_one_for_each_call(gpu: EmulatedDevice) -> None:
 
 def test_a_matrix_is_made_without_a_word(gpu: EmulatedDevice) -> None:
     assert said_by(lambda: Rotation(64).matrix()) == []
+
+
+def test_a_call_during_an_error_of_another_thread_hides_no_warning(
+    gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one thread looks for the reason, another one calls."""
+    x = torch.ones(2, 64, dtype=torch.float64)
+    others = []
+
+    def reason(*_: Any) -> str:
+        if not others:
+            others.append(threading.Thread(target=hadamard_transform, args=(x,)))
+            others[0].start()
+            others[0].join()
+        return "none"
+
+    monkeypatch.setattr(slow, "why_none", reason)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SlowPathWarning)
+            with pytest.raises(SlowPathWarning):
+                hadamard_transform(x)
+    assert len(said_by(lambda: hadamard_transform(x))) == 1
 
 
 def test_several_devices_are_told_of(gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +238,14 @@ REASONS: list[tuple[Asked, str]] = [
         "groups of 64 do not fill rows of 96, nor rows groups; choose another",
     ),
     (
+        Asked(1, "float16", 1023, form=Format.choose("int8-row", None, None, "row-major")),
+        "rows of 2046 bytes are no multiple of 16 bytes; pad rows to 1024 elements",
+    ),
+    (
+        Asked(1, "float16", 12, form=Format.choose("int8-row", None, None, "row-major")),
+        "groups of 12 elements have no kernel; pad rows to 16 elements or more",
+    ),
+    (
         Asked(2, "float16", prologue="silu_mul"),
         "a prologue has rows of 16 bytes at least; compute silu_mul before the ",
     ),
@@ -248,7 +282,7 @@ def test_tensors_that_no_kernel_takes(gpu: EmulatedDevice) -> None:
         lambda: rotate_quantize(x.expand(3, 24), to="fp8-tensor", tensor_scale=one),
     )
     why = "kernels take a multiple of 16 elements, and the result has 24; pad the rows of x"
-    assert said == [f"PyTorch computes n1-float16-to-fp8_tensor-accurate here, which is slower: {why}"]
+    assert said == [f"PyTorch computes n1-float16-to-fp8_tensor-accurate on this GPU, which is slower: {why}"]
 
 
 def test_a_scale_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:

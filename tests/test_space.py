@@ -47,7 +47,7 @@ ROW_TILES = Path(__file__).parents[1] / "docs" / "data" / "row_tiles_h200.csv"
 def test_rows_with_one_scale_have_a_fast_tile_without_a_search(rows: int) -> None:
     """At most a tenth slower than the fastest of all tiles that were timed, where its own was."""
     timed: dict[Problem, dict[tuple[str, ...], float]] = defaultdict(dict)
-    names = ("chunks", "warps", "load", "grid")
+    names = ("chunks", "warps", "load", "grid", "stages")
     for cell in csv.DictReader(ROW_TILES.read_text(encoding="utf-8").splitlines()):
         shape = (cell["tile"], *(cell[name] for name in names))
         times = timed[Problem.parse(cell["problem"])]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadagen.errors import UsageError, shown
 from hadagen.integrations.host import COMPRESSED_TENSORS as HOST
 from hadagen.integrations.host import Changed
+from hadagen.runtime import slow
 from hadagen.runtime.checks import DTYPES, plain
 from hadagen.runtime.rotation import Rotation
 from hadagen.runtime.sealed import StorageWeakRef, version_of
@@ -110,7 +112,8 @@ def _transform(self: Any, rotation: Rotation, value: torch.Tensor) -> torch.Tens
         order = self.perm.to(value.device)
         blocks = torch.empty_like(blocks).index_copy(-1, order, blocks)
     is_inverse = self.args.inverse != (self.args.location == "weight_input")
-    blocks = rotation.inverse(blocks) if is_inverse else rotation(blocks)
+    with nullcontext() if self.args.is_online() else slow.quiet():
+        blocks = rotation.inverse(blocks) if is_inverse else rotation(blocks)
     if self.perm is not None:
         blocks = blocks.index_select(-1, order)
     return blocks.view(rows.shape).movedim(-1, axis).contiguous().to(value.dtype)

@@ -52,7 +52,7 @@ def _(c: Context, k: Knobs) -> str | None:
             return "where H comes first, a block has whole rows (cluster must be 1, or first matrix)"
         return "a real matrix comes first (first must be matrix)" if c.problem.transform.real else None
     if c.has_wide_prologue and c.problem.io.input is DType.FLOAT16 and c.problem.transform.real:
-        return "numbers of float16 are not multiplied by parts of bfloat16 (first must be hadamard)"
+        return "a real matrix of float16 is not multiplied by sums of two bfloat16 (first must be hadamard)"
     if "cp_async" not in c.arch.features:
         return "the arch has no cp_async (first must be hadamard)"
     if k.chunks > 1 or k.warps > 1:

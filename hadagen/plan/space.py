@@ -34,6 +34,7 @@ from hadagen.plan.steps.matrix import OPERAND_SIDE
 from hadagen.plan.steps.memory import Load
 from hadagen.plan.steps.product import PRODUCT_COLUMNS
 from hadagen.problem.problem import DType, Numerics, Problem
+from hadagen.problem.prologues import prologue_of
 
 # Knobs for `fast` that proved good on H100 and H200 for all tiles. Where they are not legal, the nearest are used.
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", shuffles=HALF, accumulator=PACKED, shared_layout="swizzled")
@@ -218,9 +219,9 @@ class Space:
         whose length is no power of two; `wanted` for all other problems.
 
         Where there are more rows than SMs, as many rows as possible are on an SM at once. Behind a prologue, which is
-        arithmetic, as many threads as possible are, of at least two rows if they fit. If one row fits, a block loads
-        the next row meanwhile. Where there are fewer rows, a block has about 512 threads. No tile with one chunk was
-        measured. docs/internals/experiments.md says how fast these tiles are.
+        arithmetic, as many threads as possible are, of at least two rows if they fit. If one row fits in registers and
+        two in shared memory, a block loads the next row meanwhile. Where there are fewer rows, a block has about 512
+        threads. No tile with one chunk was measured. docs/internals/experiments.md says how fast these tiles are.
         """
         problem = self.problem
         is_power_of_two = problem.room & (problem.room - 1) == 0 and not problem.is_padded
@@ -233,7 +234,10 @@ class Space:
             found = max(tiles, key=lambda tile: (tile.blocks > 1, tile.blocks * tile.threads, tile.blocks))
         else:
             found = max(tiles, key=lambda tile: (tile.blocks, tile.threads))
-        if found.blocks > 1:
+        two_rows = (
+            2 * problem.room * problem.io.input.bytes * (prologue.width if (prologue := prologue_of(problem)) else 1)
+        )
+        if found.blocks > 1 or "cp_async" not in self.arch.features or two_rows > self.arch.limits.shared_per_block:
             return found.knobs
         fewest = min(tiles, key=lambda tile: tile.threads)
         return replace(fewest.knobs, load="cp_async", grid="persistent", stages=2)

@@ -242,7 +242,11 @@ class Problem:
         form = self.io.form
         if self.n == 1 and (form is None or self.transform.signed):
             raise UsageError(f"n = 1 is not supported; n must be a power of two, and from 2 to {1 << MAX_LOG2_N}")
-        if form and form.group > 0 and (self.unit % self.n or self.unit % form.group or form.group < LEAST_GROUP):
+        if form and 0 < form.group < LEAST_GROUP:
+            raise UsageError(
+                f"groups of {form.group} elements have no kernel; pad rows to {LEAST_GROUP} elements or more"
+            )
+        if form and form.group > 0 and (self.unit % self.n or self.unit % form.group):
             raise UsageError(f"groups of {form.group} do not fill rows of {self.n}, nor rows groups; choose another")
         if self.transform.swapped and form is None:
             raise UsageError("swapped bits of a result that is not quantized are not supported; give it a format")

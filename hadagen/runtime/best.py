@@ -37,8 +37,8 @@ class BestConfig:
     "date" (UTC), "elements" (the element count of the winner), and "us" and "copy_us" at this count on this GPU, or
     None for estimates.
 
-    All of these are None if `match` is GENERIC. `reason` is None if it is not: a sentence on why PyTorch computes the
-    call, and what would have a kernel.
+    All of these are None if `match` is GENERIC. Then `reason` is a sentence on why PyTorch computes the call, and what
+    would have a kernel; else it is None.
     """
 
     problem: Problem

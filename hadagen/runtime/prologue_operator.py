@@ -324,7 +324,8 @@ def _with_derivatives(*arguments: Any) -> list[torch.Tensor]:
         if calls.takes_kernels(x) and not before.of.operands and has_only_memory(x) and not has_tangent(x):
             return [_ByKernel.apply(x, before, after)]  # type: ignore[no-untyped-call]
         if not has_only_memory(x):
-            return _in_pytorch(x, before, after, differentiable=True)
+            with slow.quiet():
+                return _in_pytorch(x, before, after, differentiable=True)
         why = "no kernel has tangents, or derivatives of tensors besides x; detach them"
         with slow.path(x, lambda: _asked(x, before, after)._replace(misfit=why)):
             return _in_pytorch(x, before, after, differentiable=True)

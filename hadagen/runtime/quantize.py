@@ -118,7 +118,6 @@ def rotate_quantize(
     quantized: Quantized | None = None
     given: Any
     if gradient is not False:
-        taken = None if torch.compiler.is_dynamo_compiling() else slow.taken()
         check_is_flag(gradient, "gradient")
         if gradient and isinstance(to, str) and to == "largest":
             raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
@@ -167,10 +166,10 @@ def rotate_quantize(
         if source is not x:
             wide = source.float() if before is None else applied(source, before)["x"]
             wanted = _operands(wide, rotation, scale, numerics, bool(batch_invariant))
-            if taken is None:
+            if torch.compiler.is_dynamo_compiling():
                 quantized._exact = ROTATE.apply(wide, wanted)
             else:
-                with slow.rest(taken):
+                with slow.quiet():  # the codes have said what is to be said
                     quantized._exact = ROTATE.apply(wide, wanted)
     return quantized
 

@@ -198,11 +198,12 @@ def _misfit(
         return f"kernels take a multiple of {unit} elements, and the result has {elements}; pad the rows of x"
     if elements // LEAST_GROUP >= _MOST_GROUPS:
         most = LEAST_GROUP * _MOST_GROUPS
-        return f"kernels take less than {most} elements, and the result has {elements}; divide the rows among calls"
+        return f"kernels take fewer than {most} elements, and the result has {elements}; divide the rows among calls"
     if batch_invariant and columns % unit:  # where kernels take some numbers of rows only
         return f"rows of {columns} elements are no multiple of {unit}; pad the rows of x, or leave out batch_invariant"
     if elements // unit % heads:
-        return f"kernels take heads of a multiple of {unit} elements, not of {elements // heads}; pad the rows of x"
+        has = elements // heads
+        return f"kernels take heads of a multiple of {unit} elements, and a head has {has}; pad the rows of x"
     if before and calls.numbers_for(before, problem, rows) is None:
         return f"kernels do not take rows of {columns} elements after {before.name}; compute it before the call"
     return None

@@ -128,14 +128,14 @@ def why_none(asked: Asked, device: Device | None, *, advises: bool = True) -> st
 
 
 def _why_none(problem: Problem, asked: Asked, device: Device, gpu: str, advises: bool) -> str | None:
-    def has(other: Problem, batch_invariant: bool = asked.batch_invariant) -> bool:
+    def has(other: Problem, batch_invariant: bool = False) -> bool:
         return has_kernel(other, asked.destination, device, batch_invariant=batch_invariant)
 
+    if has(problem, asked.batch_invariant):
+        return asked.misfit or _why_not_scale(problem, asked, device)
     if why := tables.unmade.get(problem):
         return f"no kernel is made for {problem.key}: {why}"
-    if has(problem):
-        return asked.misfit or _why_not_scale(problem, asked, device)
-    if asked.batch_invariant and has(problem, False):
+    if asked.batch_invariant and has(problem):
         return f"{no_such_bits(problem, device)}; leave out batch_invariant"
     from hadagen.compiler.recipes import why_no_knobs  # here, because a call that finds a cubin needs none of it
 
@@ -163,6 +163,9 @@ def _why_not_scale(problem: Problem, asked: Asked, device: Device) -> str | None
 def _remedies(problem: Problem, columns: int, has: Callable[[Problem], bool]) -> Iterator[str]:
     """What would have a kernel in place of a problem: other types, shorter rows, a prologue apart, or blocks."""
     io, form = problem.io, problem.io.form
+    if form and form.group == columns and (rest := -columns * io.input.bytes % _VECTOR):
+        yield f"pad rows to {columns + rest // io.input.bytes} elements"
+        return
     found = []
     for each in {DType.FLOAT32: (DType.BFLOAT16, DType.FLOAT16), DType.FLOAT16: (DType.BFLOAT16,)}.get(io.input, ()):
         if has(replace(problem, io=replace(io, input=each, output=form or each))):
@@ -179,6 +182,8 @@ def _remedies(problem: Problem, columns: int, has: Callable[[Problem], bool]) ->
             yield f"rotate in blocks of {block}"
             return
         block //= 2
+    if form and problem.n > 1 and has(problem.with_io(output=io.input)):
+        yield "rotate without a format, and quantize the result"
 
 
 def _longest(problem: Problem, form: Format, columns: int, has: Callable[[Problem], bool]) -> int:

@@ -3,6 +3,7 @@ comes while PyTorch compiles, or captures a CUDA graph."""
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from hadagen.errors import SlowPathWarning
+from hadagen.problem.problem import Numerics
 from hadagen.runtime import tables
 from hadagen.runtime.calls import ALIGNMENT
 from hadagen.runtime.checks import plain
@@ -80,31 +82,44 @@ def _tell(device: int, asked: Callable[[], Asked]) -> None:
     if seen in _seen:
         return
     tell(device, what)
-    if len(_seen) >= _MOST_SEEN:
-        _seen.clear()
-    _seen.add(seen)
+    with tables.lock:
+        if _key(device, what) in _told:  # Python made no error of the warning, in this thread or another one
+            if len(_seen) >= _MOST_SEEN:
+                _seen.clear()
+            _seen.add(seen)
+
+
+def _key(device: int, what: Asked) -> tuple[Any, ...]:
+    """What has one warning: a problem, or a call that has none, and why kernels do not take its tensors, whatever
+    numbers the reason names."""
+    misfit = what.misfit and re.sub(r"\d+", "", what.misfit)
+    try:
+        return device, what.problem, what.batch_invariant, misfit
+    except ValueError:
+        return device, *what._replace(scale=None, misfit=misfit, columns=0)
 
 
 def tell(device: int, what: Asked) -> None:
     """Warn that PyTorch computes this on a CUDA device, unless that was told of its problem. Where Python makes an
     error of the warning, the next call gives it again."""
-    try:
-        problem = what.problem
-        key: tuple[Any, ...] = device, problem, what.batch_invariant, what.misfit is not None
-    except ValueError:
-        problem, key = None, (device, *what._replace(scale=None, misfit=None, columns=0))
+    key = _key(device, what)
     with tables.lock:
         if key in _told:
             return
+        if len(_told) >= _MOST_SEEN:
+            _told.clear()
         _told.add(key)
     try:
-        failed = [why for kind, why in [*tables.failed.items()] if (kind.device, kind.problem) == (device, problem)]
+        accurate = what._replace(numerics=Numerics.ACCURATE.value)  # whose kernels take scales that others do not
+        problems = [_key(device, each)[1] for each in (what, accurate)]
+        failed = [why for kind, why in [*tables.failed.items()] if kind.device == device and kind.problem in problems]
         reason = why_none(what, cuda_device(device)) or next(iter(failed), "no kernel takes its tensors; copy them")
-        message = f"PyTorch computes {what.text} here, which is slower: {reason}"
+        message = f"PyTorch computes {what.text} on this GPU, which is slower: {reason}"
         warnings.warn(message, SlowPathWarning, stacklevel=_level())
     except BaseException:
         with tables.lock:
             _told.discard(key)
+            _seen.clear()  # of calls in other threads, which were not told either
         raise
 
 
@@ -112,7 +127,7 @@ def _level() -> int:
     """The stacklevel, in `tell`, of the first caller that is neither hadagen nor PyTorch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
-        is_made = frame.f_code.co_filename.startswith("<")  # by PyTorch, for a graph
+        is_made = frame.f_code.co_filename.startswith("<eval_with_key>")  # by PyTorch, for a graph
         if not is_made and frame.f_globals.get("__name__", "").split(".")[0] not in _OURS:
             break
         level, frame = level + 1, frame.f_back

@@ -27,6 +27,7 @@ def forget(problem: Problem | None = None) -> None:
     kernels stay, because graphs may hold them."""
     calls.clear()
     with lock:
+        unmade.pop(problem, None)  # type: ignore[arg-type]
         for kind in [kind for kind in timed if kind.problem == problem]:
             del timed[kind]
         for key in [key for key in found if key[0].problem == problem]:

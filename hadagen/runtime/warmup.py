@@ -64,8 +64,9 @@ def warmup(
     group, rule, layout, round_first: the arguments of the later calls.
     before: the argument of the later calls, or its name, such as "silu_mul". n is then the rotation, as for `to`.
         Kernels do not depend on limit, alpha and beta.
-    strict: raise `UsageError`, with the first reason, if PyTorch computes any of the later calls, before anything is
-        loaded.
+    strict: raise `UsageError`, with the first reason, if PyTorch computes any of the later calls: before any kernel is
+        loaded, unless one turns out to be missing only then. Without it, a `SlowPathWarning` tells of kernels that
+        cannot be loaded.
 
     Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
     With HADAGEN_AUTOTUNE=1, each problem of these calls is measured first, unless it was measured before.
@@ -141,7 +142,8 @@ def warmup(
     if target := cuda_device(index):
         compile_missing([chosen for each in asked if (chosen := kernels.choose(*each, target))], target)
     loaded = {each: kernels.find(*each) for each in asked}
-    missed = [kind for kind, _ in dict.fromkeys(kinds) if kind in tables.failed]
+    there = {_contiguous(kind) for (kind, _), kernel in loaded.items() if kernel is not None}
+    missed = [kind for kind, _ in dict.fromkeys(kinds) if kind in tables.failed and _contiguous(kind) not in there]
     if strict and missed:
         raise UsageError(f"PyTorch computes {missed[0].problem.key} on this GPU: {tables.failed[missed[0]]}")
     if target and not is_served(target):
@@ -149,6 +151,11 @@ def warmup(
     for kind in missed:  # whose calls may be captured, without a word
         tell(index, Asked.of(kind.problem, kind.problem.unit, kind.destination, kind.batch_invariant))
     return len({id(kernel) for kernel in loaded.values()} - {id(None)})
+
+
+def _contiguous(kind: Kind) -> Problem:
+    """Its problem for contiguous rows. The kernels of all rows and destinations stand for each other, on a copy."""
+    return kind.problem.with_io(rows=Rows.CONTIGUOUS)
 
 
 def _rotating(
