@@ -65,9 +65,10 @@ class Context:
         return self.problem.odd_factor
 
     @cached_property
-    def holds_tile(self) -> bool:
-        """Whether the registers of one block hold a tile of `Problem.room` elements."""
-        limits = self.arch.limits
+    def held_tiles(self) -> tuple[Draft, ...]:
+        """The tiles of `Problem.room` elements whose values the registers of one block hold, loaded plainly: one for
+        each number of chunks."""
+        limits, found = self.arch.limits, []
         for chunks in map(int, KNOBS["chunks"].values):
             warps, rest = divmod(self.problem.room, chunks * self.odd_factor << CHUNK_BITS)
             threads = 32 * warps * self.odd_factor
@@ -76,8 +77,8 @@ class Context:
             tile = Draft(self.problem, log2(chunks), log2(warps), 0, (Load("plain"),))
             held = min(limits.registers_per_thread, limits.registers_per_sm // threads)
             if Footprint(tile).registers(wide=True) <= held:
-                return True
-        return False
+                found.append(tile)
+        return tuple(found)
 
     def beyond_limits(self, k: Knobs, *, wide: bool, values: str, fewer: str) -> str | None:
         """Why a block does not fit on an SM as often as `min_blocks` says, or None.
@@ -269,7 +270,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.cluster == 1:
         return None
     form, share = c.problem.io.form, tile // k.cluster
-    if form and c.holds_tile:
+    if form and c.held_tiles:
         return "one block holds what is quantized together (cluster must be 1)"
     if "cluster" not in c.arch.features or k.cluster > c.arch.limits.cluster_blocks:
         return f"the arch has no clusters of {k.cluster} blocks"

@@ -34,7 +34,6 @@ from hadagen.plan.steps.matrix import OPERAND_SIDE
 from hadagen.plan.steps.memory import Load
 from hadagen.plan.steps.product import PRODUCT_COLUMNS
 from hadagen.problem.problem import DType, Numerics, Problem
-from hadagen.problem.prologues import prologue_of
 
 # Knobs for `fast` that proved good on H100 and H200 for all tiles. Where they are not legal, the nearest are used.
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", shuffles=HALF, accumulator=PACKED, shared_layout="swizzled")
@@ -84,6 +83,7 @@ class SpaceReport:
 class _TileOfRow(NamedTuple):
     """threads: of a block. blocks: how many of them an SM holds at once, as far as known without a compiler."""
 
+    draft: Draft
     threads: int
     blocks: int
     knobs: Knobs
@@ -234,30 +234,25 @@ class Space:
             found = max(tiles, key=lambda tile: (tile.blocks > 1, tile.blocks * tile.threads, tile.blocks))
         else:
             found = max(tiles, key=lambda tile: (tile.blocks, tile.threads))
-        two_rows = (
-            2 * problem.room * problem.io.input.bytes * (prologue.width if (prologue := prologue_of(problem)) else 1)
-        )
-        if found.blocks > 1 or "cp_async" not in self.arch.features or two_rows > self.arch.limits.shared_per_block:
-            return found.knobs
         fewest = min(tiles, key=lambda tile: tile.threads)
+        ahead = replace(fewest.draft, steps=(Load("cp_async", 2),), persistent=True)
+        fits = Footprint(ahead).shared_bytes <= self.arch.limits.shared_per_block
+        if found.blocks > 1 or not fits or not ahead.features <= self.arch.features:
+            return found.knobs
         return replace(fewest.knobs, load="cp_async", grid="persistent", stages=2)
 
     def _tiles_of_a_row(self, wanted: Knobs) -> Iterator[_TileOfRow]:
         """`wanted` with each tile of one row that a block holds, loaded plainly. An H of up to 512 elements lies in the
         chunks of a warp, so that nothing crosses warps but the largest magnitude."""
-        problem, limits = self.problem, self.arch.limits
         plainly = replace(wanted, cluster=1, load="plain", grid="tiles", stages=1, ahead=0)
-        for chunks in map(int, self.arch.search["chunks"]):
-            warps, rest = divmod(problem.room, chunks * problem.odd_factor << CHUNK_BITS)
-            if rest or warps not in self.arch.search["warps"] or chunks << CHUNK_BITS < min(problem.n, 512):
+        for draft in self._context.held_tiles:
+            chunks, warps = 1 << draft.chunk_bits, 1 << draft.warp_bits
+            if chunks << CHUNK_BITS < min(self.problem.n, 512):
                 continue
-            tile = Draft(problem, log2(chunks), log2(warps), 0, (Load("plain"),))
-            registers, threads = Footprint(tile).registers(wide=True), 32 * tile.warps
-            if threads > limits.threads_per_block or registers * threads > limits.registers_per_sm:
-                continue
-            blocks = limits.resident_blocks(threads, 0, registers)
+            threads = 32 * draft.warps
+            blocks = self.arch.limits.resident_blocks(threads, 0, Footprint(draft).registers(wide=True))
             held = max(value for value in map(int, self.arch.search["min_blocks"]) if value <= blocks)
-            yield _TileOfRow(threads, blocks, replace(plainly, chunks=chunks, warps=warps, min_blocks=held))
+            yield _TileOfRow(draft, threads, blocks, replace(plainly, chunks=chunks, warps=warps, min_blocks=held))
 
     def nearest(self, wanted: Mapping[str, Any]) -> Iterator[Knobs]:
         """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as earlier knobs allow.

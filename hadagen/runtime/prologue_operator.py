@@ -46,6 +46,7 @@ from hadagen.runtime.quantize_operator import (
     check_arguments,
     empty_results,
     make,
+    misfit_after,
     no_scales,
     run_for,
 )
@@ -255,10 +256,8 @@ def _asked(x: torch.Tensor, before: Before, after: After) -> Asked:
     rows = result_like(x, prologue.width)
     asked = slow.asked_of(rows, of, prologue=prologue.name)
     problem = rotation_problem(rows, of, prologue=prologue.name)
-    if problem is None or numbers_for(prologue, problem, rows) is not None:
-        return asked
-    why = f"kernels do not take rows of {rows.shape[-1]} elements after {prologue.name}; compute it before the call"
-    return asked._replace(misfit=why)
+    misfit = problem and misfit_after(prologue, problem, rows)
+    return asked._replace(misfit=misfit) if misfit else asked
 
 
 def _run_of_rotation(x: torch.Tensor, of: RotateArguments, prologue: Prologue) -> Run | None:

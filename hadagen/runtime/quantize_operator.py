@@ -204,9 +204,14 @@ def _misfit(
     if elements // unit % heads:
         has = elements // heads
         return f"kernels take heads of a multiple of {unit} elements, and a head has {has}; pad the rows of x"
-    if before and calls.numbers_for(before, problem, rows) is None:
-        return f"kernels do not take rows of {columns} elements after {before.name}; compute it before the call"
-    return None
+    return misfit_after(before, problem, rows) if before else None
+
+
+def misfit_after(before: Prologue, problem: Problem, rows: torch.Tensor) -> str | None:
+    """Why kernels of a problem do not take tensors whose results of a prologue are like rows; None if they do."""
+    if calls.numbers_for(before, problem, rows) is not None:
+        return None
+    return f"kernels do not take rows of {rows.shape[-1]} elements after {before.name}; compute it before the call"
 
 
 def run_for(
