@@ -1,4 +1,4 @@
-"""The time of a pass through layers of Llama-3-8B's size: in bfloat16, with FP8 codes, and with rotated FP8 codes.
+"""The time of a pass through layers of Llama-3-8B's size: in bfloat16, and with FP8 and INT8 codes, rotated or not.
 
     python examples/decoder.py                      # on a GPU: a table of milliseconds
     python examples/decoder.py --json decoder.json  # and all numbers in a file
@@ -7,8 +7,10 @@
 The weights are random. Each pass runs in a CUDA graph, and ends with the logits of the last token of each sequence:
 
     bfloat16         transformers' own layers
-    fp8              FP8 weights and activations of all linear layers but the last; SiLU·mul and its codes in one kernel
-    fp8, rotated     the same, with a rotation before o_proj and down_proj in the kernels that quantize their inputs
+    fp8, int8        codes of weights and activations of all linear layers but the last; SiLU·mul and its codes in one
+                     kernel
+    fp8, blocks      the same, with the inputs of all layers rotated in blocks by the kernels that quantize them
+    int8, quarot     the same, with the inputs of down_proj rotated whole, and the rest folded into the weights
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ import transformers
 from graphs import milliseconds, write
 
 import hadagen
-from hadagen.models.folding import Sizes
+from hadagen.models.folding import Sizes, planned
 from hadagen.models.modules import merge, quantize
-from hadagen.models.scheme import Online, Scheme
+from hadagen.models.scheme import Scheme
 
 # Name of a pass → sequences, tokens of each.
 PASSES = {"1 token": (1, 1), "64 tokens": (64, 1), "prefill of 512": (1, 512), "prefill of 4096": (1, 4096)}
@@ -53,18 +55,17 @@ class Shape:
             return transformers.LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
     def schemes(self) -> dict[str, Scheme | None]:
-        rotated = {"o_proj": Online(self.hidden_size), "down_proj": Online(self.intermediate_size)}
-        return {
-            "bfloat16": None,
-            "fp8": Scheme("fp8", rotation=None),
-            "fp8, rotated": Scheme("fp8", rotation=None, online=rotated),
-        }
+        found: dict[str, Scheme | None] = {"bfloat16": None}
+        for weights, rotation in (("fp8", None), ("fp8", "blocks"), ("int8", None), ("int8", "quarot")):
+            found[f"{weights}, {rotation}" if rotation else weights] = Scheme(weights, rotation=rotation)
+        return found
 
 
 def with_codes(model: Any, scheme: Scheme | None) -> Any:
     """The model with codes in place of weights, rotated as the scheme says."""
     if scheme:
-        quantize(model, scheme, Sizes.of(model.config.to_dict()))
+        sizes = Sizes.of(model.config.to_dict())
+        quantize(model, planned(scheme, sizes), sizes)
         merge(model)
     return model
 
@@ -88,7 +89,7 @@ def measured(shape: Shape) -> list[dict[str, Any]]:
 
 # ---- the check -------------------------------------------------------------------------------------------------------
 def check() -> None:
-    """Raises SystemExit unless FP8 codes, rotated or not, give nearly the logits of the model without codes."""
+    """Raises SystemExit unless codes, rotated or not, give nearly the logits of the model without codes."""
     small = Shape(256, 896, 8, 4, 2, 128)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = torch.randint(small.vocab_size, (2, 24), device=device)
@@ -98,7 +99,7 @@ def check() -> None:
         error = float((found - exact).norm() / exact.norm())
         print(f"{name}: relative error {error:.4f}")
         if not error < 0.1:
-            raise SystemExit(f"the logits of {name} are off by {error:.4f}; FP8 codes allow 0.1")
+            raise SystemExit(f"the logits of {name} are off by {error:.4f}; codes allow 0.1")
 
 
 def main() -> None:

@@ -37,8 +37,9 @@ TABLE = """
     presets              | runtime truth problem errors                              | torch
     prologues            | runtime problem errors                                    | torch
     fusing               | prologues runtime problem errors                          | torch
-    models               | prologues runtime tuning_db tuning_db.files problem owners errors | safetensors tokenizers torch
-    integrations         | models prologues compat runtime problem errors            | torch vllm
+    models.products      | runtime errors                                            | torch triton
+    models               | models.products prologues runtime tuning_db tuning_db.files problem owners errors | safetensors tokenizers torch
+    integrations         | models models.products prologues compat runtime problem errors            | torch vllm
     __init__             | fusing runtime.registration runtime problem errors        |
     report               | tuning_db.bundle tuning_db plan problem errors            |
     report.drawing       | report problem errors                                     | bokeh jinja2

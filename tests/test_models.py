@@ -17,12 +17,11 @@ from hadagen.models.folding import Folding, Sizes, planned
 from hadagen.models.layers import (
     QuantizedLinear,
     QuantizedMLP,
-    fp8_product,
-    multiplies,
     quantized_weight,
     unmerged,
     values_of,
 )
+from hadagen.models.products import fp8_product, multiplies
 from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hadagen import templates
 from hadagen.compiler import nvrtc
@@ -24,6 +24,9 @@ from hadagen.problem.launch import LaunchSpec, Source
 from hadagen.problem.problem import Problem
 from hadagen.problem.prologues import prologue_of
 from hadagen.problem.trial import Trial, knobs_key
+
+if TYPE_CHECKING:
+    from hadagen.plan.space import Space
 
 _ENTRY = ("kernel.json",)  # the file of an entry of the index, and of a verdict
 # Folders besides the templates, with all that the text of a kernel follows from.
@@ -81,12 +84,11 @@ def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0, 
     Raises `ToolchainError` if kernels cannot be generated, and `UsageError` if the arch is unknown.
     """
     try:
-        from hadagen.plan.arch import load_arch
         from hadagen.plan.knobs import Knobs
-        from hadagen.plan.space import Space, build_plan
+        from hadagen.plan.space import build_plan
     except ImportError as error:  # such as numpy
         raise _no_generator(error) from None
-    space = Space(problem, load_arch(arch))
+    space = _space(problem, arch)
     wanted = Knobs.like(json.loads(knobs))
     shaped = space.for_a_row(wanted, rows) if rows else wanted
     if (found := space.closest(shaped)) is None:
@@ -105,12 +107,18 @@ def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0, 
 def why_no_knobs(problem: Problem, arch: str) -> str | None:
     """Why no knobs are legal for a problem on an arch, so that it has no recipe; None if some are. Raises as
     `closest_recipe` does."""
+    return _space(problem, arch).why_none()
+
+
+@functools.lru_cache(maxsize=16)
+def _space(problem: Problem, arch: str) -> Space:
+    """Kept, because a new shape asks for the knobs nearest to each winner of another problem."""
     try:
         from hadagen.plan.arch import load_arch
         from hadagen.plan.space import Space
     except ImportError as error:  # such as numpy
         raise _no_generator(error) from None
-    return Space(problem, load_arch(arch)).why_none()
+    return Space(problem, load_arch(arch))
 
 
 def is_recipe_of(trial: Trial) -> bool:

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _return_
 from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.integrations.host import TORCHAO as HOST
 from hadagen.integrations.host import Changed
-from hadagen.models.layers import capability, int8_product, multiplies, quantized_weight
+from hadagen.models.layers import quantized_weight
+from hadagen.models.products import can_multiply, capability, multiply_codes
 from hadagen.runtime.checks import QUANTIZED, check_dtype, plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
@@ -422,8 +423,8 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def _product(x: Any, weight: Any) -> torch.Tensor:
     """x · weightᵀ of two tensors of torchao with the same kind of codes."""
     is_int8 = isinstance(x, _Int8)  # whose own product takes no codes for x
-    if is_int8 and multiplies(x.qdata, weight.qdata, capability(x.device)):
-        return int8_product(x.qdata, x.scale, weight.qdata, weight.scale)
+    if is_int8 and can_multiply(x.qdata, weight.qdata):
+        return multiply_codes(x.qdata, x.scale, weight.qdata, weight.scale, None, x.dtype)
     if is_int8 or (isinstance(x, _NVFP4) and not _multiplies_blocks(x.device)):
         x, weight = (each.dequantize(torch.float32) for each in (x, weight))
     return torch.nn.functional.linear(x, weight)

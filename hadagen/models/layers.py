@@ -7,10 +7,11 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 from hadagen import prologues
 from hadagen.errors import UsageError
+from hadagen.models.products import can_multiply, multiply_codes
 from hadagen.models.scheme import WEIGHTS, Scheme
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime.checks import plain
@@ -20,7 +21,6 @@ from hadagen.runtime.rotation import Rotation
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 HELD = ("weight", "weight_scale", "input_scale")  # parameters of layers with codes, which keep their types
-_ROWS = 17  # the fewest rows of INT8 codes that torch._int_mm takes on a GPU
 
 
 # Format of weights → the exponent of the largest power of two by which rows are multiplied before they are quantized,
@@ -125,24 +125,18 @@ class QuantizedLinear(torch.nn.Module):
             turned = x if self.rotation is None else self.rotation(x)
             return linear(turned, values_of(self.codes, self.weight_scale, x.dtype), self.bias)
         q = codes_of_input(x, self.rotation, self.activations, self.before, self.input_scale)
-        y = self._product(q, x.dtype)
-        return y if self.bias is None else y + self.bias
+        return self._product(q, x.dtype)
 
     def _product(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        """The product of the values that codes stand for, in dtype."""
-        device, weight = self.weight.device, self.codes
-        if not multiplies(q.codes, weight, capability(device)):
-            wide = torch.float32 if device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
-            return linear(q.dequantize(wide), values_of(weight, self.weight_scale, wide)).to(dtype)
-        codes = q.codes.reshape(-1, self.in_features)
-        scales = q.scales.reshape(-1, 1).expand(codes.shape[0], 1)
-        if codes.dtype == torch.int8:
-            y = int8_product(codes, scales, weight, self.weight_scale)
-        else:
-            # Other GPUs have no kernel with scales of rows, and this one gives no type but bfloat16.
-            by_row = dtype == torch.bfloat16 and capability(device) // 10 in (9, 10)
-            y = fp8_product(codes, scales, weight, self.weight_scale, by_row=by_row)
-        return y.to(dtype).view(*q.codes.shape[:-1], self.out_features)
+        """The product of the values that codes stand for, and the bias, in dtype."""
+        weight = self.codes
+        if not can_multiply(q.codes, weight):
+            wide = torch.float32 if weight.device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
+            y = linear(q.dequantize(wide), values_of(weight, self.weight_scale, wide)).to(dtype)
+            return y if self.bias is None else y + self.bias
+        codes, scales = q.codes.reshape(-1, self.in_features), q.scales.reshape(-1, 1)
+        y = multiply_codes(codes, scales, weight, self.weight_scale, self.bias, dtype)
+        return y.view(*q.codes.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
         """Codes and scales are moved as bytes, so that no change of a type reaches them."""
@@ -210,54 +204,6 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _held(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
-
-
-# ---- products --------------------------------------------------------------------------------------------------------
-def multiplies(codes: torch.Tensor, weight: torch.Tensor, capability: int) -> bool:
-    """Whether PyTorch multiplies codes of both types on a device. If not, they are dequantized.
-
-    capability: of the GPU, 10 · major + minor; 0 for another device.
-    """
-    if weight.dtype != codes.dtype or not codes.numel():
-        return False
-    if weight.device.type == "cpu":
-        return weight.dtype == torch.int8
-    # What the sizes of the weight must be multiples of, and the least capability.
-    by, least = (8, 75) if weight.dtype == torch.int8 else (16, 89)
-    return capability >= least and weight.shape[0] % by == 0 and weight.shape[1] % by == 0
-
-
-def int8_product(
-    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
-) -> torch.Tensor:
-    """(codes · scales) · (weight · weight_scale)ᵀ, float32 [rows, out]. scales: float32 [rows, 1]."""
-    rows = codes.shape[0]
-    # The type of device comes first, so that graphs for a CPU take any number of rows.
-    filled = pad(codes, (0, 0, 0, _ROWS - rows)) if codes.device.type != "cpu" and rows < _ROWS else codes
-    return torch._int_mm(filled, weight.T)[:rows] * scales * weight_scale.T
-
-
-def fp8_product(
-    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, *, by_row: bool
-) -> torch.Tensor:
-    """(codes · scales) · (weight · weight_scale)ᵀ of FP8 codes, [rows, out].
-
-    by_row: whether the product itself applies the scales, which gives bfloat16. If not, the result is float32.
-    """
-    if by_row:
-        return torch._scaled_mm(
-            codes, weight.T, scale_a=scales.contiguous(), scale_b=weight_scale.T, out_dtype=torch.bfloat16
-        )
-    one = weight_scale.new_ones(())
-    sums = torch._scaled_mm(codes, weight.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return sums * scales * weight_scale.T
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def capability(device: torch.device) -> int:
-    """10 · major + minor, because Dynamo compares no constant tuples before PyTorch 2.13."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return 10 * major + minor
 
 
 # ---- the MLP ---------------------------------------------------------------------------------------------------------

@@ -80,6 +80,9 @@ class SpaceReport:
     reasons: dict[str, int]
 
 
+_TILE_KNOBS = KNOB_NAMES.index("block_bits")  # so many knobs say what a block holds
+
+
 class _TileOfRow(NamedTuple):
     """threads: of a block. blocks: how many of them an SM holds at once, as far as known without a compiler."""
 
@@ -96,6 +99,7 @@ class Space:
         self.problem = problem
         self.arch = arch
         self._context = Context(problem, arch)
+        self._barren: set[tuple[KnobValue, ...]] = set()  # the first knobs, where no others make them legal
 
     @cached_property
     def legal(self) -> tuple[Knobs, ...]:
@@ -259,7 +263,7 @@ class Space:
 
         A value that is not searched counts as the first of its range.
         """
-        return self._walk([self._by_distance(name, wanted[name]) for name in KNOB_NAMES], Counter())
+        return self._walk([self._by_distance(name, wanted[name]) for name in KNOB_NAMES], None)
 
     def _by_distance(self, name: str, wanted: Any) -> list[KnobValue]:
         """The values of a knob, nearest to the wanted one first."""
@@ -281,14 +285,15 @@ class Space:
                 found[rule.last, value].append(rule.why)
         return found
 
-    def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[tuple[int, str]]) -> Iterator[Knobs]:
+    def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[tuple[int, str]] | None) -> Iterator[Knobs]:
         """The legal choices, knob by knob in the order of `ranges`. Each rule is checked as soon as the knobs that it
         needs are chosen. So the choices of an illegal branch are counted, not walked: in `reasons`, by the number of
-        knobs before the one that the rule is about, and by the reason."""
+        knobs before the one that the rule is about, and by the reason. Without `reasons`, first
+        knobs that were found to have no legal choices are not tried again."""
         below = [prod(map(len, ranges[i + 1 :])) for i in range(len(ranges))]
         rules = self._rules
         chosen = Knobs()  # changed in place; rules do not look at knobs that are not chosen yet
-        todo = [iter(ranges[0])]
+        todo, before, count = [iter(ranges[0])], [0], 0  # before: the count of legal choices when a level began
         while todo:
             level = len(todo) - 1
             name = KNOB_NAMES[level]
@@ -296,17 +301,28 @@ class Space:
                 object.__setattr__(chosen, name, value)
                 for ask in rules[name, value]:
                     if why := ask(self._context, chosen):
-                        reasons[level, why] += below[level]
+                        if reasons is not None:
+                            reasons[level, why] += below[level]
                         break
                 else:
+                    if reasons is None and level < _TILE_KNOBS and _first_of(chosen, level + 1) in self._barren:
+                        continue
                     if level + 1 < len(ranges):
                         todo.append(iter(ranges[level + 1]))
+                        before.append(count)
                         break
+                    count += 1
                     found = object.__new__(Knobs)  # a copy, several times as fast as copy.copy
                     vars(found).update(vars(chosen))
                     yield found
             else:
                 todo.pop()
+                if before.pop() == count and level <= _TILE_KNOBS:
+                    self._barren.add(_first_of(chosen, level))
+
+
+def _first_of(knobs: Knobs, count: int) -> tuple[KnobValue, ...]:
+    return tuple(getattr(knobs, name) for name in KNOB_NAMES[:count])
 
 
 def shape_of(knobs: Knobs) -> tuple[int, int, int]:

@@ -1,0 +1,54 @@
+"""Products of codes by PyTorch's own functions."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+_ROWS = 17  # the fewest rows of INT8 codes that torch._int_mm takes on a GPU
+
+
+def multiplies(codes: torch.Tensor, weight: torch.Tensor, capability: int) -> bool:
+    """Whether PyTorch multiplies codes of both types on a device. If not, they are dequantized.
+
+    capability: of the GPU, 10 · major + minor; 0 for another device.
+    """
+    if weight.dtype != codes.dtype or not codes.numel():
+        return False
+    if weight.device.type == "cpu":
+        return weight.dtype == torch.int8
+    # What the sizes of the weight must be multiples of, and the least capability.
+    by, least = (8, 75) if weight.dtype == torch.int8 else (16, 89)
+    return capability >= least and weight.shape[0] % by == 0 and weight.shape[1] % by == 0
+
+
+def int8_product(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
+) -> torch.Tensor:
+    """(codes · scales) · (weight · weight_scale)ᵀ, float32 [rows, out]. scales: float32 [rows, 1]."""
+    rows = codes.shape[0]
+    # The type of device comes first, so that graphs for a CPU take any number of rows.
+    filled = pad(codes, (0, 0, 0, _ROWS - rows)) if codes.device.type != "cpu" and rows < _ROWS else codes
+    return torch._int_mm(filled, weight.T)[:rows] * scales * weight_scale.T
+
+
+def fp8_product(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, *, by_row: bool
+) -> torch.Tensor:
+    """(codes · scales) · (weight · weight_scale)ᵀ of FP8 codes, [rows, out].
+
+    by_row: whether the product itself applies the scales, which gives bfloat16. If not, the result is float32.
+    """
+    if by_row:
+        scales = scales.expand(codes.shape[0], 1).contiguous()
+        return torch._scaled_mm(codes, weight.T, scale_a=scales, scale_b=weight_scale.T, out_dtype=torch.bfloat16)
+    one = weight_scale.new_ones(())
+    sums = torch._scaled_mm(codes, weight.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return sums * scales * weight_scale.T
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def capability(device: torch.device) -> int:
+    """10 · major + minor, because Dynamo compares no constant tuples before PyTorch 2.13."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor

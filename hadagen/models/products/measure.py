@@ -1,0 +1,98 @@
+"""Times the providers of products on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from hadagen.errors import DeviceError
+from hadagen.models.products import providers
+from hadagen.models.products.choice import MOST_ROWS
+from hadagen.models.products.library import int8_product
+
+ROWS = tuple(1 << bit for bit in range(MOST_ROWS.bit_length()))
+_KEPT = 3  # providers of a product, besides the library
+_FROM_MEMORY = 150e6  # bytes of weights that take turns, so that each comes from memory and not from L2
+_MOST_WEIGHTS = 12
+_CALLS, _REPLAYS = 4, 5  # at least so many calls in a graph
+_CHECKED = 64  # rows
+_FAR = {torch.int8: 64, torch.float8_e4m3fn: 4}  # tiles in a column of y, beyond which no tile was fast
+_ERROR = 5e-3  # of bfloat16 results, relative to exact sums; the bound of bfloat16 is 4e-3
+
+
+def times(kind: str, n: int, out: int, rows: Sequence[int] = ROWS) -> dict[str, list[list[Any]]]:
+    """Rows → [provider, microseconds] in the order of times, for codes [rows, n] and a weight [out, n] in memory.
+
+    Each time is the median of a call in replays of a CUDA graph, for bfloat16 results. The fastest few are kept, and
+    the library. Raises `DeviceError` if no provider multiplies such codes, or one gives wrong values.
+    """
+    count = max(1, min(_MOST_WEIGHTS, int(_FROM_MEMORY // (n * out))))
+    weights = [_codes(kind, out, n) for _ in range(count)]
+    weight_scale = torch.rand(out, 1, device="cuda") + 0.5
+    found = {}
+    for many in rows:
+        codes, scales = _codes(kind, many, n), torch.rand(many, 1, device="cuda") + 0.5
+        exact = _exact(codes[:_CHECKED], scales[:_CHECKED], weights[0], weight_scale)
+        of_rows: list[tuple[float, str]] = []
+        for name in _wanted(codes, weights[0]):
+
+            def call(weight: torch.Tensor, name: str = name, codes: Any = codes, scales: Any = scales) -> torch.Tensor:
+                return providers.run(name, codes, scales, weight, weight_scale, None, torch.bfloat16)
+
+            _check(name, call(weights[0])[:_CHECKED], exact, kind)
+            of_rows.append((round(median(_replayed(call, weights)), 2), name))
+        if not of_rows:
+            raise DeviceError(f"no provider multiplies {kind} codes [{many}, {n}] and [{out}, {n}] on this GPU")
+        kept = [each for at, each in enumerate(sorted(of_rows)) if at < _KEPT or each[1] == providers.LIBRARY]
+        found[str(many)] = [[name, us] for us, name in kept]
+    return found
+
+
+def _wanted(codes: torch.Tensor, weight: torch.Tensor) -> Iterator[str]:
+    """The providers worth timing: no tiles with more than twice the rows, or far fewer."""
+    rows = codes.shape[0]
+    for name in providers.NAMES:
+        tile = providers.tile_of(name)
+        is_far = tile and (tile.rows > max(16, 2 * rows) or rows > _FAR[codes.dtype] * tile.rows)
+        if not is_far and providers.supports(name, codes, weight):
+            yield name
+
+
+def _codes(kind: str, rows: int, n: int) -> torch.Tensor:
+    if kind == "int8":
+        return torch.randint(-127, 128, (rows, n), dtype=torch.int8, device="cuda")
+    return torch.randn(rows, n, device="cuda").to(providers.KINDS[kind])
+
+
+def _exact(codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """The bits of INT8 codes, bfloat16; the exact values of FP8 codes, float64."""
+    if codes.dtype == torch.int8:
+        return int8_product(codes, scales, weight, weight_scale).bfloat16()
+    return (codes.double() * scales) @ (weight.double() * weight_scale).T
+
+
+def _check(name: str, found: torch.Tensor, exact: torch.Tensor, kind: str) -> None:
+    """Raises `DeviceError` for other bits of INT8 codes than those of the definition, or other values of FP8 codes."""
+    error = float((found.double() - exact).norm() / exact.norm())
+    if error > (0 if kind == "int8" else _ERROR):
+        raise DeviceError(f"the provider {name!r} gives wrong values for {kind} codes; report it (error {error:.1e})")
+
+
+def _replayed(call: Callable[[Any], Any], weights: Sequence[torch.Tensor]) -> list[float]:
+    """Microseconds of a call in each replay of a graph of one call for each weight."""
+    graph, taken = torch.cuda.CUDAGraph(), (list(weights) * _CALLS)[: max(_CALLS, len(weights))]
+    with torch.cuda.graph(graph):
+        for weight in taken:
+            call(weight)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]
+    graph.replay()
+    for event in events[:-1]:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return [1e3 * begin.elapsed_time(end) / len(taken) for begin, end in pairwise(events)]

@@ -1,0 +1,92 @@
+"""The operator `torch.ops.hadagen.multiply_codes`, which chooses a provider by the number of rows of each call."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from hadagen.errors import DeviceError, shortened
+from hadagen.models.products import providers
+from hadagen.models.products.choice import choose
+from hadagen.models.products.library import int8_product
+from hadagen.runtime.operators import register
+
+_KINDS = {dtype: kind for kind, dtype in providers.KINDS.items()}
+_failed: set[tuple[str, int]] = set()  # providers that a device cannot run
+
+
+def multiply_codes(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """(codes · scales) · (weight · weight_scale)ᵀ + bias, [rows, out], for codes that `can_multiply`.
+
+    codes: int8 or float8_e4m3fn [rows, n]. scales: float32 [rows, 1], or one element. weight: codes of the same type
+    [out, n]. weight_scale: float32 [out, 1]. bias: [out], or None. dtype: of the result, float16, bfloat16 or float32.
+
+    The sums of INT8 codes are exact; they are multiplied by scales and weight_scale in float32 and rounded, and then
+    the bias is added. So all providers give the same bits. The sums of FP8 codes are float32.
+
+    Raises `DeviceError` if no provider multiplies such codes on this GPU.
+    """
+    added = None if bias is None else bias.to(dtype)
+    if codes.device.type == "cuda":
+        return _multiply(codes, scales, weight, weight_scale, added, dtype)  # type: ignore[no-any-return]
+    y = int8_product(codes, scales, weight, weight_scale).to(dtype)
+    return y if added is None else y + added
+
+
+def _real(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    (rows, n), out = codes.shape, weight.shape[0]
+    if not rows or not out:
+        return codes.new_empty((rows, out), dtype=dtype)
+    device = codes.device
+    gpu = torch.cuda.get_device_name(device)
+    operands = codes.contiguous(), scales.contiguous(), weight.contiguous(), weight_scale.contiguous()
+    for name in choose(gpu, _KINDS[codes.dtype], n, out, rows).providers:
+        if (name, device.index or 0) in _failed or not providers.supports(name, codes, weight):
+            continue
+        try:
+            return providers.run(name, *operands, bias, dtype)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a compiler or a driver, which Triton does not name
+            _failed.add((name, device.index or 0))
+            warnings.warn(
+                f"products of codes on {gpu} go on without the provider {name!r}: {shortened(str(error))}", stacklevel=2
+            )
+    raise DeviceError(
+        f"no provider multiplies {codes.dtype} codes [{rows}, {n}] and [{out}, {n}] on {gpu}; install Triton, or "
+        "quantize to int8 with sizes that are multiples of 8"
+    )
+
+
+def _fake(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return codes.new_empty((codes.shape[0], weight.shape[0]), dtype=dtype)
+
+
+_multiply = register(
+    "multiply_codes",
+    "(Tensor codes, Tensor scales, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType dtype) -> Tensor",
+    _real,
+    _fake,
+)
