@@ -6,6 +6,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.output import fraction_text, print_fields, print_json, say, short_knobs
+from hadagen.cli.products import or_product
 from hadagen.errors import UsageError, shown
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import timed_rows
@@ -16,7 +17,7 @@ from hadagen.runtime.choose import Match
 
 @click.command()
 @options.arch_of_target(says="  [default: arch of this machine's GPU]")
-@options.problem
+@or_product
 @click.option("--rows", type=int, required=True, help="Number of rows of the input.")
 @options.inplace
 @click.option("--batch-invariant", is_flag=True, help="For a call with batch_invariant=True.")
@@ -34,6 +35,9 @@ def best(
     as_json: bool,
 ) -> None:
     """Name the kernel that a call runs, and how well that is known.
+
+    With --product, name the provider that multiplies the codes of a quantized
+    layer, by times on such a GPU for the nearest sizes, or by a rule.
 
     If the kernel was not measured on this GPU near this size, the second line
     says so. With --arch, no GPU is needed. A call on a GPU on which the kernel

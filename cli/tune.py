@@ -18,6 +18,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place
 from hadagen.cli.output import clock_text, counted_text, print_json, program, report_failures, say
+from hadagen.cli.products import or_products
 from hadagen.cli.sentences import keeping
 from hadagen.cli.wanted import FEW, Wanted, by_row_length, heaviest
 from hadagen.errors import DeviceError, StorageError, UsageError
@@ -104,6 +105,7 @@ _GIVEN = "hadagen.given"
     help="With the same seed and timings, the search is the same, except on a fleet.",
 )
 @options.as_json
+@or_products
 @keeping()
 def tune(
     arch: str | None,

@@ -1,65 +1,69 @@
-"""Which provider multiplies: by times that were measured on such a GPU for the nearest sizes, else by a rule."""
+"""Which provider multiplies: by times that were measured on such a GPU for the nearest sizes, else by a rule.
+
+Times lie in two files of one form: `SHIPPED`, and that of `hadagen tune --product` in the user's data directory.
+
+    {"gpus": {"NVIDIA H200": {"capability": 90, "int8": {"14336,4096": {"64": [["tile 64x32x256, 4, 4", 25.4], …]}}}}}
+
+are microseconds of providers in their order, for INT8 codes [64, 14336] and a weight [4096, 14336].
+"""
 
 from __future__ import annotations
 
-import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hadagen.models.products.providers import LIBRARY
+from hadagen.errors import HadagenError, StorageError
+from hadagen.models.json_file import read_json, write_json
+from hadagen.models.products.providers import KINDS, LIBRARY, tile_of
+from hadagen.owners import fault_of
+from hadagen.runtime.bundles import user_directory
 
 SHIPPED = Path(__file__).with_name("times.json")
 MOST_ROWS = 8192  # that are measured, from 1 on, in powers of two
+
+Times = dict[str, list[tuple[str, float]]]  # rows → providers and microseconds
 
 
 class Choice(NamedTuple):
     """Providers in the order in which they are tried.
 
-    us: microseconds of each where they were measured, for `rows` rows of a weight [out, n]; empty by the rule.
+    us: microseconds of the first ones, where they were measured: on `gpu`, for `rows` rows of a weight [out, n].
     """
 
     providers: tuple[str, ...]
     us: tuple[float, ...] = ()
+    gpu: str = ""
     rows: int = 0
     n: int = 0
     out: int = 0
 
 
 @cache
-def measured() -> Mapping[str, Mapping[str, Mapping[str, Mapping[str, list[list[Any]]]]]]:
-    """GPU → kind of codes → "n,out" → rows → [provider, microseconds] in the order of times."""
-    found = json.loads(SHIPPED.read_text(encoding="utf-8"))
-    return {name: {kind: of[kind] for kind in of if kind != "versions"} for name, of in found["gpus"].items()}
+def choose(gpu: str, capability: int, kind: str, n: int, out: int, rows: int) -> Choice:
+    """The providers for codes [rows, n] of a kind, "int8" or "fp8", and a weight [out, n].
 
-
-@cache
-def choose(gpu: str, kind: str, n: int, out: int, rows: int) -> Choice:
-    """The providers for codes [rows, n] of a kind and a weight [out, n] on a GPU of this name."""
-    shapes = measured().get(gpu, {}).get(kind)
+    gpu, capability: the name of the GPU, and 10 · major + minor, or 0 if it is not known. If nothing was measured on
+    this GPU, the times of another one of its capability count.
+    """
     rule = tuple(_by_rule(kind, rows))
-    if not shapes:
+    found = _measured()
+    alike = [name for name, of in found.items() if kind in of and name == gpu]
+    alike += [name for name, of in found.items() if kind in of and of["capability"] == capability]
+    if not alike:
         return Choice(rule)
-    n_, out_ = min(_sizes(shapes), key=lambda each: abs(math.log2(each[0] / n)) + abs(math.log2(each[1] / out)))
-    bucket = min(MOST_ROWS, 1 << max(0, round(math.log2(max(rows, 1)))))
-    times = shapes[f"{n_},{out_}"][str(bucket)]
-    names = tuple(name for name, _ in times)
-    return Choice(
-        (*names, *(each for each in rule if each not in names)), tuple(us for _, us in times), bucket, n_, out_
-    )
-
-
-def _sizes(shapes: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    for key in shapes:
-        n, _, out = key.partition(",")
-        yield int(n), int(out)
+    shapes: Mapping[tuple[int, int], Times] = found[alike[0]][kind]
+    near = min(shapes, key=lambda each: abs(math.log2(each[0] / n)) + abs(math.log2(each[1] / out)))
+    bucket = min(MOST_ROWS, 1 << round(math.log2(max(rows, 1))))
+    names, us = zip(*shapes[near][str(bucket)], strict=True)
+    return Choice((*names, *(each for each in rule if each not in names)), us, alike[0], bucket, *near)
 
 
 def _by_rule(kind: str, rows: int) -> Iterator[str]:
-    """Tiles that fit on most GPUs. Sums of FP8 in a tile are exact enough in float16 alone, which is as fast for few
-    rows."""
+    """Tiles that fit on most GPUs, and the library, which is fast for many rows of FP8."""
     if rows <= 16:
         yield "tile 16x32x256, 4, 5"
     elif rows <= 32:
@@ -67,4 +71,73 @@ def _by_rule(kind: str, rows: int) -> Iterator[str]:
     if kind == "fp8":
         yield LIBRARY
     yield "tile 64x64x128, 4, 5"
-    yield LIBRARY
+    if kind != "fp8":
+        yield LIBRARY
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+def place() -> Path:
+    """The file of the times of this machine. Raises `StorageError` if no home directory is known."""
+    return user_directory().parent / "products.json"
+
+
+def keep(gpu: str, capability: int, kind: str, shapes: Mapping[str, Any], path: Path) -> None:
+    """Add times to a file: "n,out" → rows → [provider, microseconds]. Raises `StorageError` if it cannot be written, or
+    holds something else."""
+    content = read_json(path) if path.exists() else {"gpus": {}}
+    _parsed(content, path)
+    of_gpu = content["gpus"].setdefault(gpu, {"capability": capability})
+    of_gpu.setdefault(kind, {}).update(shapes)
+    write_json(path, content)
+    _measured.cache_clear()
+    choose.cache_clear()
+
+
+@cache
+def _measured() -> dict[str, dict[str, Any]]:
+    """GPU → "capability", and kind → (n, out) → `Times`. Times of this machine count before shipped ones."""
+    found = _parsed(read_json(SHIPPED), SHIPPED)
+    try:
+        if (path := place()).exists():
+            if fault := fault_of(path):
+                raise StorageError(f"{fault}, or remove it")
+            for gpu, of in _parsed(read_json(path), path).items():
+                known = found.setdefault(gpu, of)
+                known |= {kind: known.get(kind, {}) | of[kind] for kind in KINDS if kind in of}
+    except HadagenError as error:
+        warnings.warn(f"products of codes go on without times of this machine: {error}", stacklevel=2)
+    return found
+
+
+def _parsed(content: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]:
+    """Raises `StorageError` for a file that `keep` does not write."""
+    try:
+        found: dict[str, dict[str, Any]] = {}
+        for gpu, of in content["gpus"].items():
+            found[gpu] = {"capability": int(of["capability"])}
+            for kind in KINDS.keys() & of.keys():
+                found[gpu][kind] = {_sizes(key): _times(times) for key, times in of[kind].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{path} holds no times of products ({type(error).__name__}); remove it") from None
+    return found
+
+
+def _sizes(key: str) -> tuple[int, int]:
+    n, out = map(int, key.split(","))
+    if n < 1 or out < 1:
+        raise ValueError(key)
+    return n, out
+
+
+def _times(times: Mapping[str, Any]) -> Times:
+    found = {rows: [(name, float(us)) for name, us in times[rows]] for rows in map(str, all_rows())}
+    for name in {name for each in found.values() for name, _ in each}:
+        tile_of(name)
+    if not all(found.values()):
+        raise ValueError(times)
+    return found
+
+
+def all_rows() -> list[int]:
+    """The numbers of rows that are measured."""
+    return [1 << bit for bit in range(MOST_ROWS.bit_length())]

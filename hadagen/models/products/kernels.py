@@ -40,7 +40,8 @@ def multiply(
     BY_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y for each block. WIDE: whether codes become float16 first, which sums of FP8 need to be accurate."""
+    """A tile of y for each block. WIDE: whether FP8 codes become float16 first. If not, the sums of BK products, of
+    which wgmma keeps about 14 bits, are added in float32."""
     row, column = _tile(M, N, BM, BN, GROUP, tl.program_id(0))
     m, n, k = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN), tl.arange(0, BK)
     left = a + m[:, None].to(tl.int64) * K + k[None, :]
@@ -51,7 +52,10 @@ def multiply(
         b = tl.load(right, mask=(k < K - at)[:, None], other=0.0)
         if WIDE:
             x, b = x.to(tl.float16), b.to(tl.float16)
-        total = tl.dot(x, b, total, out_dtype=total.dtype)
+        if WIDE or total.dtype == tl.int32:
+            total = tl.dot(x, b, total, out_dtype=total.dtype)
+        else:
+            total += tl.dot(x, b)
         left += BK
         right += BK
     _store(total, y, row_scale, weight_scale, bias, m, n, M, N, BY_ROW, HAS_BIAS)

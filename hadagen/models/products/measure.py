@@ -11,10 +11,9 @@ import torch
 
 from hadagen.errors import DeviceError
 from hadagen.models.products import providers
-from hadagen.models.products.choice import MOST_ROWS
+from hadagen.models.products.choice import all_rows
 from hadagen.models.products.library import int8_product
 
-ROWS = tuple(1 << bit for bit in range(MOST_ROWS.bit_length()))
 _KEPT = 3  # providers of a product, besides the library
 _FROM_MEMORY = 150e6  # bytes of weights that take turns, so that each comes from memory and not from L2
 _MOST_WEIGHTS = 12
@@ -24,7 +23,12 @@ _FAR = {torch.int8: 64, torch.float8_e4m3fn: 4}  # tiles in a column of y, beyon
 _ERROR = 5e-3  # of bfloat16 results, relative to exact sums; the bound of bfloat16 is 4e-3
 
 
-def times(kind: str, n: int, out: int, rows: Sequence[int] = ROWS) -> dict[str, list[list[Any]]]:
+def kinds() -> list[str]:
+    """The kinds of codes that some provider multiplies on the current GPU."""
+    return [kind for kind in providers.KINDS if providers.can_multiply(_codes(kind, 16, 16), _codes(kind, 16, 16))]
+
+
+def times(kind: str, n: int, out: int) -> dict[str, list[list[Any]]]:
     """Rows → [provider, microseconds] in the order of times, for codes [rows, n] and a weight [out, n] in memory.
 
     Each time is the median of a call in replays of a CUDA graph, for bfloat16 results. The fastest few are kept, and
@@ -34,7 +38,7 @@ def times(kind: str, n: int, out: int, rows: Sequence[int] = ROWS) -> dict[str, 
     weights = [_codes(kind, out, n) for _ in range(count)]
     weight_scale = torch.rand(out, 1, device="cuda") + 0.5
     found = {}
-    for many in rows:
+    for many in all_rows():
         codes, scales = _codes(kind, many, n), torch.rand(many, 1, device="cuda") + 0.5
         exact = _exact(codes[:_CHECKED], scales[:_CHECKED], weights[0], weight_scale)
         of_rows: list[tuple[float, str]] = []

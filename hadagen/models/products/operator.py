@@ -9,7 +9,7 @@ import torch
 from hadagen.errors import DeviceError, shortened
 from hadagen.models.products import providers
 from hadagen.models.products.choice import choose
-from hadagen.models.products.library import int8_product
+from hadagen.models.products.library import capability, int8_product
 from hadagen.runtime.operators import register
 
 _KINDS = {dtype: kind for kind, dtype in providers.KINDS.items()}
@@ -55,7 +55,7 @@ def _real(
     device = codes.device
     gpu = torch.cuda.get_device_name(device)
     operands = codes.contiguous(), scales.contiguous(), weight.contiguous(), weight_scale.contiguous()
-    for name in choose(gpu, _KINDS[codes.dtype], n, out, rows).providers:
+    for name in choose(gpu, capability(device), _KINDS[codes.dtype], n, out, rows).providers:
         if (name, device.index or 0) in _failed or not providers.supports(name, codes, weight):
             continue
         try:

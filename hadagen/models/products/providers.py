@@ -21,6 +21,7 @@ from hadagen.models.products.library import capability, fp8_product, int8_produc
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LIBRARY = "library"
+_WGMMA = 64  # the fewest rows of a tile that wgmma multiplies, which takes FP8 as it is
 _BOXES = 90  # the least capability with tensor descriptors
 _TOGETHER = 8  # rows of tiles whose blocks run at about the same time, and share the codes of a weight in L2
 _NAME = re.compile(r"(tile|boxes) (\d+)x(\d+)x(\d+), (\d+), (\d+)")
@@ -145,7 +146,9 @@ def _launch(
     }
     with torch.cuda.device(codes.device):
         if tile.kind == "tile":
-            kernels.multiply[(tiles,)](codes, weight, *sizes, WIDE=codes.dtype != torch.int8, **options)
+            kernels.multiply[(tiles,)](
+                codes, weight, *sizes, WIDE=codes.dtype != torch.int8 and tile.rows < _WGMMA, **options
+            )
             return y
         from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
