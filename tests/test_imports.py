@@ -38,8 +38,8 @@ TABLE = """
     prologues            | runtime problem errors                                    | torch
     fusing               | prologues runtime problem errors                          | torch
     models.json_file     | tuning_db tuning_db.files errors                          |
-    models.products      | models.json_file runtime owners errors                    | torch triton
-    models               | models.json_file models.products prologues runtime tuning_db tuning_db.files problem owners errors | safetensors tokenizers torch
+    models.products      | models.json_file runtime tuning_db owners errors          | torch triton
+    models               | models.json_file models.products prologues runtime tuning_db problem owners errors | safetensors tokenizers torch
     integrations         | models models.products prologues compat runtime problem errors            | torch vllm
     __init__             | fusing runtime.registration runtime problem errors        |
     report               | tuning_db.bundle tuning_db plan problem errors            |

@@ -9,6 +9,7 @@ are microseconds of providers in their order, for INT8 codes [64, 14336] and a w
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hadagen.errors import HadagenError, StorageError
-from hadagen.models.json_file import read_json, write_json
+from hadagen.models.json_file import read_json
 from hadagen.models.products.providers import KINDS, LIBRARY, tile_of
 from hadagen.owners import fault_of
 from hadagen.runtime.bundles import user_directory
+from hadagen.tuning_db.atomic_file import atomic_file
 
 SHIPPED = Path(__file__).with_name("times.json")
 MOST_ROWS = 8192  # that are measured, from 1 on, in powers of two
@@ -88,7 +90,8 @@ def keep(gpu: str, capability: int, kind: str, shapes: Mapping[str, Any], path: 
     _parsed(content, path)
     of_gpu = content["gpus"].setdefault(gpu, {"capability": capability})
     of_gpu.setdefault(kind, {}).update(shapes)
-    write_json(path, content)
+    with atomic_file(path) as new:
+        new.write_text(json.dumps(content).replace(']]}, "', ']]},\n "') + "\n", encoding="utf-8")  # a line a product
     _measured.cache_clear()
     choose.cache_clear()
 

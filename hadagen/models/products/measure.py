@@ -14,7 +14,7 @@ from hadagen.models.products import providers
 from hadagen.models.products.choice import all_rows
 from hadagen.models.products.library import int8_product
 
-_KEPT = 3  # providers of a product, besides the library
+_KEPT = 2  # providers of a product, besides the library
 _FROM_MEMORY = 150e6  # bytes of weights that take turns, so that each comes from memory and not from L2
 _MOST_WEIGHTS = 12
 _CALLS, _REPLAYS = 4, 5  # at least so many calls in a graph
