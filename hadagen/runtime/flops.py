@@ -45,3 +45,8 @@ def rotation_flops(
 @_of("rotate_after")
 def flops_after(tensors: Sequence[Sequence[int]], prologue: str, *rotation: Any, **_: Any) -> int:
     return rotation_flops(tensors[0], *rotation) // parsed(prologue).width
+
+
+@_of("multiply_codes")
+def product_flops(codes: Sequence[int], scales: Any, weight: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * prod(codes) * weight[0]

@@ -30,8 +30,9 @@ def _when_imported(name: str, run: Callable[[], None]) -> None:
 
 def _register() -> None:
     with suppress(Exception):  # which the first use of a name raises, and `import torch` must not
-        for name in ("transform", "quantize", "prologue_operator"):  # which import all others
-            import_module(f"hadagen.runtime.{name}")
+        # These import all others.
+        for name in ("runtime.transform", "runtime.quantize", "runtime.prologue_operator", "models.products.operator"):
+            import_module(f"hadagen.{name}")
     _when_imported("torch.utils.flop_counter", _register_flops)
 
 

@@ -1,0 +1,225 @@
+"""Products of codes: which provider multiplies, and what happens where one fails."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import run, sentence, succeed
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hadagen import rotate_quantize
+from hadagen.errors import DeviceError, StorageError
+from hadagen.models.products import choice, multiply_codes, operator, providers
+from hadagen.models.products.choice import choose, keep
+
+H200 = "NVIDIA H200"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty data directory, and nothing that earlier calls have found."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    choice._measured.cache_clear()
+    choose.cache_clear()
+    operator._failed.clear()
+
+
+def times(first: str) -> dict[str, Any]:
+    return {str(rows): [[first, 1.0], ["library", 2.0]] for rows in choice.all_rows()}
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+def test_times_of_the_nearest_sizes_count() -> None:
+    exact = choose(H200, 90, "int8", 14336, 4096, 64)
+    assert exact.us
+    assert (exact.n, exact.out, exact.rows) == (14336, 4096, 64)
+    near = choose(H200, 90, "int8", 14000, 4200, 50)
+    assert near == exact
+    assert choose(H200, 90, "int8", 14336, 4096, 100_000).rows == choice.MOST_ROWS
+    assert list(exact.us) == sorted(exact.us)
+
+
+def test_another_gpu_of_the_same_capability_lends_its_times() -> None:
+    assert choose("NVIDIA H100 80GB HBM3", 90, "fp8", 4096, 4096, 16).gpu == H200
+    by_rule = choose("NVIDIA L40S", 89, "fp8", 4096, 4096, 16)
+    assert by_rule.providers
+    assert not by_rule.us
+
+
+@pytest.mark.parametrize("kind", providers.KINDS)
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 5000])
+def test_every_choice_ends_with_providers_that_run_elsewhere(kind: str, rows: int) -> None:
+    """So a call goes on where the fastest one fails, for instance without Triton."""
+    for gpu, capability in ((H200, 90), ("NVIDIA A100", 80)):
+        found = choose(gpu, capability, kind, 4096, 4096, rows).providers
+        assert providers.LIBRARY in found
+        assert len(set(found)) == len(found)
+
+
+def test_times_of_this_machine_count_before_shipped_ones(home: Path) -> None:
+    keep(H200, 90, "int8", {"14336,4096": times("tile 16x16x64, 1, 1")}, choice.place())
+    assert choose(H200, 90, "int8", 14336, 4096, 64).providers[0] == "tile 16x16x64, 1, 1"
+    assert choose(H200, 90, "int8", 2048, 2048, 64).us, "other shipped times are still there"
+    keep("NVIDIA L40S", 89, "fp8", {"64,64": times("library")}, choice.place())
+    assert choose("NVIDIA L40S", 89, "fp8", 4096, 4096, 16).us == (1.0, 2.0)
+    assert len(choice.place().read_text().splitlines()) < 9
+
+
+DAMAGED = [
+    "",
+    "[]",
+    "{}",
+    '{"gpus": {"a": {}}}',
+    json.dumps({"gpus": {H200: {"capability": 90, "int8": {"14336": times("library")}}}}),
+    json.dumps({"gpus": {H200: {"capability": 90, "int8": {"0,4": times("library")}}}}),
+    json.dumps({"gpus": {H200: {"capability": 90, "int8": {"4,4": {"1": [["library", 1]]}}}}}),
+    json.dumps({"gpus": {H200: {"capability": 90, "int8": {"4,4": times("tile 1x1; os.remove")}}}}),
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_file_is_left_out_with_one_warning(content: str) -> None:
+    choice.place().parent.mkdir(parents=True)
+    choice.place().write_text(content)
+    with pytest.warns(UserWarning, match=r"without times of this machine: .*products\.json") as seen:
+        found = [choose(H200, 90, "int8", 14336, 4096, rows) for rows in (64, 65)]
+    assert found[0].us
+    assert len(seen) == 1
+    with pytest.raises(StorageError, match=r"products\.json"):
+        keep(H200, 90, "int8", {"4,4": times("library")}, choice.place())
+    assert choice.place().read_text() == content
+
+
+def test_shipped_times_are_of_known_providers() -> None:
+    for of in choice._parsed(json.loads(choice.SHIPPED.read_text()), choice.SHIPPED).values():
+        names = {
+            name
+            for kind in providers.KINDS
+            for shape in of[kind].values()
+            for each in shape.values()
+            for name, _ in each
+        }
+        assert names <= set(providers.NAMES)
+
+
+# ---- the operator ----------------------------------------------------------------------------------------------------
+def operands(rows: int = 6, n: int = 96, out: int = 32) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    x, w = (rotate_quantize(torch.randn(count, n), to="int8-row") for count in (rows, out))
+    return x.codes, x.scales.view(-1, 1), w.codes, w.scales.view(-1, 1)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CPU tensors that count as a GPU's. Returns the providers that were asked."""
+    asked: list[str] = []
+
+    def run_one(name: str, *arguments: Any) -> torch.Tensor:
+        asked.append(name)
+        if name != providers.LIBRARY:
+            raise RuntimeError("out of resource: shared memory")
+        return _library(name, *arguments)
+
+    _library = providers.run
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200)
+    monkeypatch.setattr(operator, "capability", lambda device: 90)
+    monkeypatch.setattr(providers, "supports", lambda name, codes, weight: True)
+    monkeypatch.setattr(providers, "run", run_one)
+    return asked
+
+
+def test_a_provider_that_fails_is_followed_by_the_next_with_one_warning(gpu: list[str]) -> None:
+    given = operands()
+    bias = torch.randn(32)
+    with pytest.warns(UserWarning, match="go on without the provider 'tile .*: out of resource") as seen:
+        found = torch.ops.hadagen.multiply_codes(*given, bias, torch.float32)
+    assert len(seen) == len(gpu) - 1
+    assert gpu[-1] == providers.LIBRARY
+    assert torch.equal(found, multiply_codes(*given, bias, torch.float32))
+    gpu.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.ops.hadagen.multiply_codes(*given, bias, torch.float32)
+    assert gpu == [providers.LIBRARY]
+
+
+def test_without_any_provider_the_error_names_the_product(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "supports", lambda name, codes, weight: False)
+    with pytest.raises(DeviceError, match=r"no provider multiplies torch.int8 codes \[6, 96\] and \[32, 96\]"):
+        torch.ops.hadagen.multiply_codes(*operands(), None, torch.float32)
+
+
+def test_no_rows_and_fake_tensors() -> None:
+    codes, scales, *weight = operands()
+    empty = torch.ops.hadagen.multiply_codes(codes[:0], scales[:0], *weight, None, torch.bfloat16)
+    assert empty.shape == (0, 32)
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(each) for each in (codes, scales, *weight)]
+        made = torch.ops.hadagen.multiply_codes(*given, None, torch.float16)
+    assert (made.shape, made.dtype) == ((6, 32), torch.float16)
+
+
+def test_the_operator_is_one_of_pytorch() -> None:
+    torch.library.opcheck(
+        torch.ops.hadagen.multiply_codes.default,
+        (*(each[:0] if at < 2 else each for at, each in enumerate(operands())), None, torch.float32),
+    )
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+def test_best_names_the_provider_and_why() -> None:
+    out = succeed("best", "--product", "14336,4096", "--rows", "64", "--device", H200)
+    assert "as timed on NVIDIA H200 with 64 rows of 14336 and 4096 outputs" in out
+    assert "by a rule" in succeed("best", "--product", "64,64", "--rows", "1", "--device", "A100")
+    found = json.loads(succeed("best", "--product", "64,64", "--rows", "1", "--device", H200, "--json"))
+    assert found["providers"][0] == choose(H200, 0, "int8", 64, 64, 1).providers[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("best", "--product", "64", "--rows", "1", "--device", H200), "--product '64' names no product"),
+        (("best", "--product", "64,0", "--rows", "1", "--device", H200), "names no product"),
+        (("best", "--product", "64,64", "--rows", "0", "--device", H200), "--rows 0"),
+        (("tune", "--times", "x.json"), "name products with --product"),
+    ],
+)
+def test_bad_products_are_one_sentence(arguments: tuple[str, ...], said: str) -> None:
+    assert said in sentence(run(*arguments), 2)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", providers.KINDS)
+@pytest.mark.parametrize(("rows", "n", "out"), [(1, 512, 64), (17, 1000, 40), (64, 256, 272), (130, 4096, 1024)])
+def test_all_providers_give_the_same_values(kind: str, rows: int, n: int, out: int) -> None:
+    torch.manual_seed(0)
+    to = {"int8": "int8-row", "fp8": "fp8-row"}[kind]
+    x, w = (rotate_quantize(torch.randn(count, n, device="cuda"), to=to) for count in (rows, out))
+    scales, weight_scale, bias = x.scales.view(-1, 1), w.scales.view(-1, 1), torch.randn(out, device="cuda")
+    sums = x.codes.double() @ w.codes.double().T  # exact for INT8
+    wanted = sums.float() * scales * weight_scale.T
+    tried = 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for name, added in product(providers.NAMES, (None, bias.to(dtype))):
+            if not providers.supports(name, x.codes, w.codes):
+                continue
+            found = providers.run(name, x.codes, scales, w.codes, weight_scale, added, dtype)
+            rounded = wanted.to(dtype) if added is None else wanted.to(dtype) + added
+            if kind == "int8":
+                assert torch.equal(found, rounded), (name, dtype)
+            else:
+                assert (found - rounded).norm() <= (2e-4 + torch.finfo(dtype).eps) * rounded.norm(), (name, dtype)
+            tried += 1
+    assert tried > 20
