@@ -233,7 +233,7 @@ def test_the_shipped_bundles_are_sound(arch: str) -> None:
     bundle = Bundle.open(path)
     bundle.verify()
     assert bundle.arch == arch
-    assert path.stat().st_size <= len(bundle.gpus()) * (12 << 20)
+    assert path.stat().st_size <= len(bundle.gpus()) * (16 << 20)
 
 
 @pytest.mark.parametrize("name", sorted(shipped(), key=lambda name: name != "sm90"))

@@ -21,7 +21,7 @@ from hadagen.models.layers import (
     unmerged,
     values_of,
 )
-from hadagen.models.products import fp8_product, multiplies
+from hadagen.models.products.library import fp8_product, multiplies
 from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")

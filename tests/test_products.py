@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hadagen import rotate_quantize
 from hadagen.errors import DeviceError, StorageError
-from hadagen.models.products import choice, multiply_codes, operator, providers
+from hadagen.models.products import choice, operator, providers
 from hadagen.models.products.choice import choose, keep
+from hadagen.models.products.operator import multiply_codes
 
 H200 = "NVIDIA H200"
 

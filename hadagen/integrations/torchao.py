@@ -23,7 +23,8 @@ from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.integrations.host import TORCHAO as HOST
 from hadagen.integrations.host import Changed
 from hadagen.models.layers import quantized_weight
-from hadagen.models.products import can_multiply, capability, multiply_codes
+from hadagen.models.products.eligible import can_multiply, capability
+from hadagen.models.products.operator import multiply_codes
 from hadagen.runtime.checks import QUANTIZED, check_dtype, plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized

@@ -11,7 +11,8 @@ from torch.nn.functional import linear
 
 from hadagen import prologues
 from hadagen.errors import UsageError
-from hadagen.models.products import can_multiply, multiply_codes
+from hadagen.models.products.eligible import can_multiply
+from hadagen.models.products.operator import multiply_codes
 from hadagen.models.scheme import WEIGHTS, Scheme
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime.checks import plain

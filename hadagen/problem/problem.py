@@ -29,9 +29,9 @@ MAX_REAL_ORDER, MAX_REAL_LENGTH = 192, 2048
 RIGHT_ORDERS = (32, 64, 128, 256)
 # The least elements of a group with one scale: those of a vector of 8-bit codes.
 LEAST_GROUP = 16
-# The elements that a warp takes at once, and the greatest odd factor of the warps of a block. With more than 15, a
-# block has so many threads that few rows fit on an SM.
-_CHUNK, _MAX_ODD_WARPS = 256, 15
+# The elements of a chunk, which a warp takes at once. The greatest odd factor of the warps of a block, if they take
+# several chunks, and if they take one. With more, a block has so many threads that few rows fit on an SM.
+_CHUNK, _MAX_ODD_WARPS, _MAX_WARPS_OF_ONE_CHUNK = 256, 15, 7
 # Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
 _LONGEST = 57344
 # Index bits of the shortest H with two mma. A shorter one has no exchange either.
@@ -340,9 +340,12 @@ class Problem:
         if self.transform.has_matrix:
             return padded_length(unit // self.n) * self.n
         least = max(_CHUNK, self.n)
-        while odd_part(found := -(-unit // least) * least) > _MAX_ODD_WARPS:
+        while True:
+            found = -(-unit // least) * least
+            most = _MAX_WARPS_OF_ONE_CHUNK if found // odd_part(found) == _CHUNK else _MAX_ODD_WARPS
+            if odd_part(found) <= most:
+                return found
             least *= 2
-        return found
 
     @property
     def is_padded(self) -> bool:

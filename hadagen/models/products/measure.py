@@ -12,6 +12,7 @@ import torch
 from hadagen.errors import DeviceError
 from hadagen.models.products import providers
 from hadagen.models.products.choice import all_rows
+from hadagen.models.products.eligible import can_multiply
 from hadagen.models.products.library import int8_product
 
 _KEPT = 2  # providers of a product, besides the library
@@ -25,7 +26,7 @@ _ERROR = 5e-3  # of bfloat16 results, relative to exact sums; the bound of bfloa
 
 def kinds() -> list[str]:
     """The kinds of codes that some provider multiplies on the current GPU."""
-    return [kind for kind in providers.KINDS if providers.can_multiply(_codes(kind, 16, 16), _codes(kind, 16, 16))]
+    return [kind for kind in providers.KINDS if can_multiply(_codes(kind, 16, 16), _codes(kind, 16, 16))]
 
 
 def times(kind: str, n: int, out: int) -> dict[str, list[list[Any]]]:

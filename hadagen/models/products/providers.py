@@ -68,7 +68,7 @@ def supports(name: str, codes: torch.Tensor, weight: torch.Tensor) -> bool:
     tile = tile_of(name)
     if tile is None:
         return multiplies(codes, weight, capability(codes.device))
-    if not _has_tiles(codes, weight):
+    if weight.dtype != codes.dtype or not codes.numel() or not has_tiles(codes.dtype, capability(codes.device)):
         return False
     shared: int = getattr(torch.cuda.get_device_properties(codes.device), "shared_memory_per_block_optin", 0)
     if tile.shared_bytes > shared:
@@ -79,19 +79,13 @@ def supports(name: str, codes: torch.Tensor, weight: torch.Tensor) -> bool:
     return True
 
 
-def can_multiply(codes: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether any provider multiplies these codes on their device. If not, they are dequantized."""
-    return multiplies(codes, weight, capability(codes.device)) or _has_tiles(codes, weight)
+def has_tiles(kind: torch.dtype, capability: int) -> bool:
+    """Whether Triton is there, which PyTorch for GPUs brings on Linux, and multiplies codes of this type on a GPU."""
+    return kind in KINDS.values() and capability >= (80 if kind == torch.int8 else 89) and _has_triton()
 
 
-def _has_tiles(codes: torch.Tensor, weight: torch.Tensor) -> bool:
-    is_known = codes.dtype == weight.dtype and codes.dtype in KINDS.values() and bool(codes.numel())
-    return is_known and capability(codes.device) >= (80 if codes.dtype == torch.int8 else 89) and has_triton()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_triton() -> bool:
-    """Whether Triton is installed, which PyTorch for GPUs brings on Linux."""
+@cache
+def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
