@@ -1,9 +1,9 @@
-"""`hadagen quantize` and `hadagen eval`: models with rotated 8-bit codes, and what they lose."""
+"""`hadagen quantize` and `hadagen eval`: models with rotated codes of 8 or 4 bits, and what they lose."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from hadagen.cli import options
 from hadagen.cli.output import counted, print_json, print_table, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, HadagenError, UsageError, shortened, shown
-from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Scheme
+from hadagen.models.scheme import ACTIVATIONS, CACHES, GROUPS, ROTATIONS, WEIGHTS, Scheme
 
 if TYPE_CHECKING:
     import torch
@@ -35,21 +35,27 @@ def _one_of(values: Iterable[str | None]) -> click.Choice[str]:
 @click.command()
 @click.argument("model", type=_FOLDER)
 @click.argument("out", type=_FOLDER)
-@click.option("--weights", type=_one_of(WEIGHTS), default=Scheme.weights, show_default=True, help="Codes of weights.")
+@click.option(
+    "--weights",
+    type=_one_of(WEIGHTS),
+    default=Scheme.weights,
+    show_default=True,
+    help="Codes of weights, with a scale for each row; int4 has one for each group of up to 128 elements.",
+)
 @click.option(
     "--activations",
     type=_one_of((Scheme.activations, *ACTIVATIONS)),
     default=Scheme.activations,
     show_default=True,
-    help="Format of activations; auto has the codes of the weights, with a scale for each row.",
+    help="Format of activations; auto has the codes of the weights, int8 for int4, with a scale for each row.",
 )
 @click.option(
     "--rotation",
     type=_one_of((Scheme.rotation, *ROTATIONS)),
     default=Scheme.rotation,
     show_default=True,
-    help="Whole rows as in QuaRot, blocks of up to 128 elements, or heads of a cache alone; auto is quarot for int8, "
-    "and for fp8 heads with --cache, else none.",
+    help="Whole rows as in QuaRot, blocks of up to 128 elements, or heads of a cache alone; auto is quarot for "
+    "integers, and for fp8 heads with --cache, else none.",
 )
 @click.option(
     "--cache",
@@ -65,7 +71,12 @@ def _one_of(values: Iterable[str | None]) -> click.Choice[str]:
     metavar="LAYER",
     help="Do not quantize a layer, such as down_proj or model.layers.0.mlp.down_proj; may be given several times.",
 )
-@click.option("--calibrate", type=_FOLDER, metavar="FILE", help="Text in UTF-8, for the scales of fp8-tensor.")
+@click.option(
+    "--calibrate",
+    type=_FOLDER,
+    metavar="FILE",
+    help="Text in UTF-8, for the scales of fp8-tensor, and to round int4 by GPTQ.",
+)
 @click.option("--device", default="cpu", show_default=True, help="Where to rotate and quantize, such as cuda.")
 def quantize(
     model: Path,
@@ -97,7 +108,7 @@ def quantize(
 
         tokens = _tokens(model, calibrate, CALIBRATION)
         check_vocabulary(tokens, stored.config.get("vocab_size"))
-        measure = partial(_scales, tokens, place)
+        measure = partial(_calibrated, tokens, place, scheme)
     with keeping(), _calculating(place):
         for file, is_kept in convert(model, out, scheme, device=place, progress=counted, calibrate=measure):
             say(f"{file}: {'kept' if is_kept else 'written'}", err=True)
@@ -179,10 +190,23 @@ def _tokens(model: Path, text: Path, most: int | None) -> torch.Tensor:
     return read_windows(model, text, most)
 
 
-def _scales(tokens: torch.Tensor, device: torch.device, folder: Path) -> dict[str, torch.Tensor]:
+def _calibrated(
+    tokens: torch.Tensor,
+    device: torch.device,
+    scheme: Scheme,
+    folder: Path,
+    fold: Callable[[str], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """What a scheme takes from a text, by the names of tensors, for `convert`."""
     from hadagen.models.evaluate import input_scales
+    from hadagen.models.gptq import round_weights
 
-    return input_scales(_loaded(folder, device), tokens, partial(counted, doing="calibrating"))
+    model, found = _loaded(folder, device), dict[str, Any]()
+    if scheme.weights in GROUPS:
+        found |= round_weights(model, tokens, fold, partial(counted, doing="rounding"))
+    if scheme.activations == "fp8-tensor":
+        found |= input_scales(model, tokens, partial(counted, doing="calibrating"))
+    return found
 
 
 def _loaded(folder: Path, device: torch.device) -> Any:

@@ -22,13 +22,13 @@ from hadagen.integrations.host import SWITCH, Changed
 from hadagen.integrations.host import TRANSFORMERS as HOST
 from hadagen.integrations.transformers_cache import quantize_cache
 from hadagen.models.folding import Sizes, planned
-from hadagen.models.layers import HELD, QuantizedLinear, check_values, unmerged
+from hadagen.models.layers import HELD, TYPES, QuantizedLinear, check_values, unmerged
 from hadagen.models.modules import check, guard, insert, merge, place_rotations, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
 from hadagen.models.stored import NAMES, check_files, check_scheme, checksum_of
 from hadagen.runtime.checks import QUANTIZED, plain
 
-_CODES = (torch.int8, torch.float8_e4m3fn)
+_CODES = {*TYPES.values()}
 
 
 def _host_of() -> tuple[Any, Any, str]:
@@ -54,11 +54,12 @@ _Config, _Quantizer, _missing = _host_of()
 class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
     """How transformers rotates and quantizes a model with hadagen: the argument `quantization_config`.
 
-    weights: "int8" or "fp8".
-    activations: "int8-row" or "fp8-row"; "auto" for that with the codes of the weights, which GPUs multiply fast; None
-        for activations as they are.
+    weights: "int8", "fp8", "int4" with a scale for each group of up to 128 elements of a row, or "int4-row" with one
+        for each row. Codes are the nearest; `hadagen quantize --calibrate` finds better ones of 4 bits.
+    activations: "int8-row" or "fp8-row"; "auto" for that with the codes of the weights, which GPUs multiply fast, and
+        for 4 bits "int8-row"; None for activations as they are.
     rotation: "quarot" for whole rows, "blocks", "heads" for those of the cache alone, or None. "auto" is "quarot" for
-        INT8 weights; for FP8 weights "heads" with a cache in codes, else None.
+        weights in integers; for FP8 weights "heads" with a cache in codes, else None.
     seed: of random signs.
     ignore: layers that are not quantized, by their names or the last components of their names.
     cache: the codes of keys and values in any cache: "int8", "fp8" or "int4"; None keeps their type.

@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError
 
 from hadagen.errors import StorageError, UsageError, shortened, shown
-from hadagen.models.folding import EMBEDDING, HEAD, Folding, Sizes, finite, planned, vocabulary_of
+from hadagen.models.folding import EMBEDDING, HEAD, Folding, Get, Sizes, finite, planned, vocabulary_of
 from hadagen.models.json_file import read_json, write_json
 from hadagen.models.layers import codes_of
 from hadagen.models.output import output
-from hadagen.models.scheme import Scheme
+from hadagen.models.scheme import GROUPS, Scheme
 from hadagen.models.stored import CONFIG, UNFINISHED, Kind, check_is_whole, checksum_of_files, opened
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,8 +36,9 @@ _OF_WEIGHTS = {
 }
 # The files of a model in one file, if it needs another for the scales of activations.
 FIRST_OF_TWO, SCALES = "model-00001-of-00002.safetensors", "model-input-scales.safetensors"
-# (a folder with the weights in codes, and activations as they are) → the scales, by the names of their tensors
-Calibrate = Callable[[Path], dict[str, torch.Tensor]]
+# (a folder with the weights in codes, and activations as they are; what returns the folded weight of a name) → scales
+# of activations, and other codes and scales of weights, by the names of their tensors
+Calibrate = Callable[[Path, Get], dict[str, torch.Tensor]]
 Progress = Callable[[Sequence[str], str], Iterable[str]]  # (names, title) → the same names; shows how many are done
 
 
@@ -140,21 +141,24 @@ def convert(
 
     A folder that an earlier call left unfinished is completed, if model and scheme are the same; its files are kept if
     they are as that call wrote them. device: where tensors are rotated and quantized. progress: takes the names of the
-    tensors of a file, and the file. calibrate: measures the scales of activations "fp8-tensor", which need it.
+    tensors of a file, and the file. calibrate: measures the scales of activations "fp8-tensor", which need it, and
+    rounds weights of 4 bits, which are rounded to the nearest without it.
 
     Raises `UsageError` for a model that cannot be quantized, and a folder that holds anything else; `StorageError` for
     files that cannot be read or written, and a folder to which another process writes.
     """
-    if (scheme.activations == "fp8-tensor") != (calibrate is not None):
-        raise UsageError("fp8-tensor takes its scales from a text; give both --activations fp8-tensor and --calibrate")
+    _check_calibration(scheme, calibrate is not None)
+    has_scales = scheme.activations == "fp8-tensor"
     stored = Checkpoint(source)
     folding = _folding(stored, scheme, device)
     if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(source)):
         raise UsageError(f"{folder} lies in {source}, the model to quantize; name a folder outside of it")
-    if calibrate and SCALES in stored.files.values():
+    if has_scales and SCALES in stored.files.values():
         raise UsageError(f"{source} has {SCALES}, which quantize writes; rename it, and in {INDEX} too")
     plan = {"scheme": folding.scheme.to_dict(), "config": stored.config, "files": stored.states()}
-    targets = {file: FIRST_OF_TWO if calibrate and file == ONE_FILE else file for file in stored.shards()}
+    if calibrate and not has_scales:
+        plan["is_calibrated"] = True
+    targets = {file: FIRST_OF_TWO if has_scales and file == ONE_FILE else file for file in stored.shards()}
     others = dict(_others(source))
     with output(folder, plan, {*targets.values(), *others, SCALES, INDEX, CONFIG}) as out:
         files: dict[str, str] = {}
@@ -173,13 +177,37 @@ def convert(
         if calibrate:
             with out.beside({*files.values()}) as place:
                 _complete(place, config, replace(folding.scheme, activations=None), files)  # to measure with
-                scales = calibrate(place)  # if that fails, another text or device may go on
-            files |= dict.fromkeys(out.save(SCALES, scales), SCALES)
-            yield SCALES, False
+                # If that fails, another text or device may go on.
+                found = calibrate(place, lambda name: finite(name, folding.fold(name, stored.get)))
+            for target in sorted({files[name] for name in found if name in files}):
+                out.save(target, {name: found.pop(name, tensor) for name, tensor in _read(folder / target).items()})
+                yield target, False
+            if found:
+                files |= dict.fromkeys(out.save(SCALES, found), SCALES)
+                yield SCALES, False
         for name, path in others.items():
             out.copy(path, name)
         _complete(folder, config, folding.scheme, files)
         out.finish()
+
+
+def _check_calibration(scheme: Scheme, is_given: bool) -> None:
+    """Raises `UsageError` for a text that nothing is measured with, and for scales without one."""
+    if scheme.activations == "fp8-tensor":
+        if not is_given:
+            raise UsageError(
+                "fp8-tensor takes its scales from a text; give both --activations fp8-tensor and --calibrate"
+            )
+    elif is_given and scheme.weights not in GROUPS:
+        raise UsageError(
+            f"{scheme.weights} weights and {scheme.activations} activations need no text; leave --calibrate out, or "
+            "give --weights int4, or both --activations fp8-tensor and --calibrate"
+        )
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    with opened(path) as reader:
+        return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
 
 
 def _folding(stored: Checkpoint, scheme: Scheme, device: torch.device | str) -> Folding:
@@ -220,7 +248,7 @@ def _made(folding: Folding, stored: Checkpoint, name: str) -> Iterator[tuple[str
         tensor = finite(made, folding.fold(made, stored.get))
         module, _, part = made.rpartition(".")
         if part == "weight" and folding.scheme.is_quantized(module):
-            codes, scales = codes_of(tensor.float(), folding.scheme.weights)
+            codes, scales = codes_of(module, tensor.float(), folding.scheme.weights)
             yield made, codes.cpu()[..., None]
             yield f"{made}_scale", scales.cpu()
         else:

@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit codes, whose inputs are rotated and quantized in one kernel."""
+"""Linear layers with codes of 8 or 4 bits, whose inputs are rotated and quantized in one kernel."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch.nn.functional import linear
 
 from hadagen import prologues
 from hadagen.errors import UsageError
+from hadagen.models import int4
 from hadagen.models.products.eligible import can_multiply
 from hadagen.models.products.operator import multiply_codes
-from hadagen.models.scheme import WEIGHTS, Scheme
+from hadagen.models.scheme import GROUPS, WEIGHTS, Scheme
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime.checks import plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 
-TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, **dict.fromkeys(GROUPS, torch.uint8)}
 HELD = ("weight", "weight_scale", "input_scale")  # parameters of layers with codes, which keep their types
 
 
@@ -45,14 +46,26 @@ def _power(exponents: torch.Tensor) -> torch.Tensor:
     return ((exponents + 127) << 23).view(torch.float32)
 
 
-def codes_of(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [out, in] of a weight, "int8" or "fp8", and their scales, float32 [out, 1]."""
+def shapes_of(name: str, out: int, n: int, weights: str) -> tuple[list[int], list[int]]:
+    """The shapes of the codes of a weight [out, n] of a layer and of their scales. Raises what `int4.group_of` does."""
+    if weights in GROUPS:
+        return [out, n // 2], [out, n // int4.group_of(name, n, weights)]
+    return [out, n], [out, 1]
+
+
+def codes_of(name: str, weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of the weight [out, in] of a layer, and their float32 scales, in the shapes of `shapes_of`."""
+    if weights in GROUPS:
+        return int4.rounded(weight, int4.group_of(name, weight.shape[1], weights))
     made = quantized_weight(weight, WEIGHTS[weights])
     return made.codes, made.scales.reshape(-1, 1)
 
 
 def values_of(weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values [out, in] that codes and their scales [out, 1] stand for, in a dtype."""
+    """The values [out, in] that codes and their scales stand for, in a dtype. Codes of 4 bits are packed as in `int4`,
+    with the scales of groups; others have the scales of rows."""
+    if weight.dtype == torch.uint8:
+        return int4.values(weight, weight_scale, dtype)
     return (weight.float() * weight_scale).to(dtype)
 
 
@@ -71,8 +84,9 @@ class QuantizedLinear(torch.nn.Module):
     dtype: of the bias.
 
     Parameters: weight, int8 or float8_e4m3fn [out, in, 1], so that no program takes the codes for the weight of a
-    linear layer; weight_scale, float32 [out, 1]; bias [out]; and input_scale, float32 [], if the scheme has one scale
-    for all activations of a layer. Codes and scales keep their types in `.half()` and the like.
+    linear layer, or codes of 4 bits as `hadagen.models.int4` packs them, uint8 [out, in/2, 1]; weight_scale, float32
+    [out, 1], or [out, groups] for groups; bias [out]; and input_scale, float32 [], if the scheme has one scale for all
+    activations of a layer. Codes and scales keep their types in `.half()` and the like.
 
     forward takes x [..., in] of type float16, bfloat16 or float32, without a gradient, and returns [..., out] of the
     same type. With `before`, a prologue such as SiluMul(), x is [..., 2·in].
@@ -99,8 +113,9 @@ class QuantizedLinear(torch.nn.Module):
                 f"{name} has {in_features} inputs, but the quantization_config rotates {online.n}; quantize it again"
             )
         self.rotation = online.rotation() if online else None
-        self.weight = _held(torch.empty(out_features, in_features, 1, device=device, dtype=TYPES[scheme.weights]))
-        self.weight_scale = _held(torch.empty(out_features, 1, device=device, dtype=torch.float32))
+        codes, scales = shapes_of(name, out_features, in_features, scheme.weights)
+        self.weight = _held(torch.empty(*codes, 1, device=device, dtype=TYPES[scheme.weights]))
+        self.weight_scale = _held(torch.empty(scales, device=device, dtype=torch.float32))
         self.bias = _held(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         per_tensor = scheme.activations == "fp8-tensor"
         self.input_scale = _held(torch.ones((), device=device, dtype=torch.float32)) if per_tensor else None
@@ -109,7 +124,7 @@ class QuantizedLinear(torch.nn.Module):
     def of(cls, name: str, scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantizedLinear:
         """The layer of a weight [out, in], into which the inverse of the rotation is folded already."""
         made = cls(name, scheme, weight.shape[1], weight.shape[0], device="meta")
-        codes, scales = codes_of(weight, scheme.weights)
+        codes, scales = codes_of(name, weight, scheme.weights)
         made.weight, made.weight_scale = _held(codes[..., None]), _held(scales)
         made.bias = None if bias is None else _held(bias)
         if made.input_scale is not None:
@@ -118,8 +133,8 @@ class QuantizedLinear(torch.nn.Module):
 
     @property
     def codes(self) -> torch.Tensor:
-        """The codes of the weight, [out, in]."""
-        return self.weight.view(self.out_features, self.in_features)
+        """The codes of the weight, [out, in], or with two to a byte [out, in/2]."""
+        return self.weight.view(self.out_features, self.in_features // (2 if self.weight.dtype == torch.uint8 else 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.activations is None:
@@ -185,7 +200,9 @@ def check_values(prefix: str, held: Mapping[str, torch.Tensor | None]) -> None:
 
 
 def _are_codes(tensor: torch.Tensor) -> bool:
-    """Whether there is no NaN among FP8 codes, and no -128 among INT8 codes."""
+    """Whether there is no NaN among FP8 codes, and no -128 among INT8 codes. Every byte is two codes of 4 bits."""
+    if tensor.dtype == torch.uint8:
+        return True
     if tensor.dtype == torch.int8:
         return int(tensor.min()) > -128
     return int((tensor.view(torch.uint8) & 0x7F).max()) < 0x7F

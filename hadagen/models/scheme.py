@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from hadagen.runtime.rotation import Rotation
 
 METHOD, VERSION = "hadagen", 2  # in the `quantization_config` of a checkpoint
-# The format of `rotate_quantize` for the weights of a name.
-WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row"}
+# The codes of weights → the format of activations that goes with them. With 8 bits, weights have the same format.
+WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row", "int4": "int8-row", "int4-row": "int8-row"}
+GROUPS = {"int4": 128, "int4-row": None}  # of weights of 4 bits: the most elements of a row with one scale; None: all
 ACTIVATIONS = ("int8-row", "fp8-row", "fp8-tensor", None)
 ROTATIONS = ("quarot", "blocks", "heads", None)
 # The same for keys and values in a cache, where each head of a token is a row.
@@ -40,14 +41,15 @@ class Online:
 class Scheme:
     """How a model is rotated and quantized.
 
-    weights: "int8" or "fp8" (float8_e4m3fn), with a float32 scale for each row of a weight [out, in].
+    weights: "int8" or "fp8" (float8_e4m3fn), with a float32 scale for each row of a weight [out, in]; "int4" with one
+        for each group of 128 elements of a row, or of the largest power of two that divides the row; or "int4-row".
     activations: "fp8-row" or "int8-row", with a scale for each row; "fp8-tensor", with one scale for each layer, which
         the checkpoint stores; None: activations are not quantized. "auto" becomes the format with a scale for each row
-        and the codes of the weights, because GPUs multiply codes of the same type.
+        and the codes of the weights, because GPUs multiply codes of the same type; for 4 bits, "int8-row".
     rotation: "quarot": the residual stream, the heads of values, and the inputs of down_proj are rotated in whole rows.
         "blocks": the inputs of each layer are rotated in blocks. "heads": the heads of values alone. None: nothing is
-        rotated. "auto" becomes "quarot" for INT8 weights; for FP8 weights, which gain nothing by it, "heads" with
-        a cache in codes, else None.
+        rotated. "auto" becomes "quarot" for weights in integers; for FP8 weights, which gain nothing by it, "heads"
+        with a cache in codes, else None.
     seed: of the random signs of the rotation of the residual stream.
     ignore: layers that are not quantized, by their names, or by the last components of their names.
     online: the layers whose inputs are rotated in each pass, by the last components of their names.
@@ -78,7 +80,7 @@ class Scheme:
         _check_choice("activations", self.activations, ACTIVATIONS)
         if self.rotation == "auto":
             of_fp8 = "heads" if self.cache else None
-            object.__setattr__(self, "rotation", "quarot" if self.weights == "int8" else of_fp8)
+            object.__setattr__(self, "rotation", of_fp8 if self.weights == "fp8" else "quarot")
         _check_choice("rotation", self.rotation, ROTATIONS)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
             raise UsageError(f"seed = {shown(self.seed)} is not possible; pass an integer from 0 to 2^63 - 1")

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from hadagen.errors import StorageError, UsageError, shortened, shown
 from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, NORMS, Sizes, planned
+from hadagen.models.layers import TYPES, shapes_of
 from hadagen.models.scheme import Scheme
 
 Kind = tuple[str, list[int]]  # the type of a tensor, as safetensors name it, and its shape
@@ -27,8 +28,7 @@ CONFIG = "config.json"
 UNFINISHED = "hadagen-quantize.json"  # in a folder that is not complete: how it is being made
 FLOATS = ("F16", "BF16", "F32")
 NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}  # as safetensors name types
-NAMES |= {torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
-_CODES = {"int8": ("I8",), "fp8": ("F8_E4M3",)}
+NAMES |= {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
 # Tensors that no rotation changes, by the ends of names.
 _UNROTATED = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
@@ -113,8 +113,9 @@ def _wanted(
         if scheme is None or not scheme.is_quantized(layer):
             wanted[f"{layer}.weight"] = FLOATS, shape
             continue
-        wanted[f"{layer}.weight"] = _CODES[scheme.weights], [*shape, 1]
-        wanted[f"{layer}.weight_scale"] = ("F32",), [shape[0], 1]
+        of_codes, of_scales = shapes_of(layer, *shape, scheme.weights)
+        wanted[f"{layer}.weight"] = (NAMES[TYPES[scheme.weights]],), [*of_codes, 1]
+        wanted[f"{layer}.weight_scale"] = ("F32",), of_scales
         if scheme.activations == "fp8-tensor":
             wanted[f"{layer}.input_scale"] = ("F32",), []
     return wanted
