@@ -177,7 +177,7 @@ def test_one_scale_for_the_activations_of_a_layer(kind: str, text: Path, tmp_pat
         torch.testing.assert_close(scales[name], turned.abs().amax() / 448, rtol=1e-3, atol=0)
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
-    for options in (wanted, ("--calibrate", str(text))):
+    for options in (wanted, ("--weights", "fp8", "--calibrate", str(text))):
         said = sentence(run("quantize", plain, tmp_path / "other", *options), 2)
         assert said.endswith("give both --activations fp8-tensor and --calibrate")
     with pytest.raises(UsageError, match="takes its scales from a text; use hadagen quantize with --calibrate"):
@@ -375,12 +375,12 @@ def test_nobody_loads_a_folder_whose_run_was_killed_while_calibrating(plain: Pat
     out, seen = tmp_path / "out", []
     wanted = Scheme("fp8", "fp8-tensor")
 
-    def kill(folder: Path) -> dict[str, torch.Tensor]:
+    def kill(folder: Path, fold: Any) -> dict[str, torch.Tensor]:
         seen.append(load(folder).config.quantization_config.activations)
         seen.append([path.name for path in out.iterdir() if path.name in (CONFIG, INDEX)])
         raise KeyboardInterrupt
 
-    def refuse(folder: Path) -> Any:
+    def refuse(folder: Path, fold: Any) -> Any:
         raise UsageError("a text without a scale")
 
     with pytest.raises(UsageError):

@@ -29,7 +29,8 @@ from torchao.quantization import quantize_  # noqa: E402
 
 from hadagen.integrations.torchao import RotatedWeight, RotatedWeightConfig, _quantize, _rotation, to_torchao  # noqa: E402
 
-KINDS = ("int8", "fp8", "mxfp8", "mxfp4", "nvfp4")
+COARSE = ("int4", "int4-row", "mxfp4", "nvfp4")
+KINDS = ("int8", "fp8", "mxfp8", *COARSE)
 ROTATIONS = ("rows", 32, None)
 
 
@@ -161,7 +162,8 @@ PARTS = {
 def test_a_part_is_a_view(kind: str, part: Any) -> None:
     """Its values, its product, a copy of it, and what is written to it, and to nothing else."""
     whole, other = weight_of(kind), weight_of(kind, seed=1)
-    for name in {"nvfp4": ["per_tensor_scale"], "int8": ["scale"], "fp8": ["scale"]}.get(kind, []):
+    name = {"nvfp4": "per_tensor_scale", "int8": "scale", "fp8": "scale", "int4-row": "scale"}.get(kind)
+    if name:
         getattr(other, name).copy_(getattr(whole, name))  # which all columns of a row, or all rows, share
     expected, mine = part(whole.dequantize()), part(whole)
     assert isinstance(mine, RotatedWeight)
@@ -208,7 +210,7 @@ def test_a_layer_of_another_type(kind: str, dtype: torch.dtype) -> None:
     expected = made(x.bfloat16())
     found = made.to(dtype)(x)
     assert found.dtype == made[0].weight.dtype == dtype
-    assert float((found - expected).norm() / expected.norm()) < (0.2 if kind.endswith("fp4") else 0.03)
+    assert float((found - expected).norm() / expected.norm()) < (0.2 if kind in COARSE else 0.03)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -325,17 +327,19 @@ def test_a_layer_multiplies_rotated_codes(kind: str, rotation: Any, dtype: torch
     exact = linear(x.double(), layer.weight.double(), layer.bias.double())
     of_rows = _rotation(192, {"rows": 192, None: 1}.get(rotation, rotation))
     turned = [_quantize(each.reshape(-1, 192), kind, of_rows).dequantize(torch.float64) for each in (x, layer.weight)]
-    expected = (turned[0] @ turned[1].T).view(2, 5, 256) + layer.bias.double()
     quantize_(layer, RotatedWeightConfig(kind, rotation))
+    if kind.startswith("int4"):  # which is no format of activations
+        turned[1] = layer.weight.rotated().dequantize(torch.float32).double()
+    expected = (turned[0] @ turned[1].T).view(2, 5, 256) + layer.bias.double()
     assert isinstance(layer.weight, RotatedWeight)
     found = layer(x)
     assert found.dtype == dtype
     # Products of codes are exact in float32; MX tensors of torchao are multiplied in x's type on a CPU.
     margin = float(expected.abs().max()) * (2e-2 if dtype == torch.bfloat16 or kind == "fp8" else 1e-4)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=margin)
-    assert float((found - exact).norm() / exact.norm()) < (0.3 if kind.endswith("fp4") else 0.08)
+    assert float((found - exact).norm() / exact.norm()) < (0.3 if kind in COARSE else 0.08)
     weight = model(dtype)[0].weight
-    assert float((layer.weight.dequantize() - weight).norm() / weight.norm()) < (0.15 if kind.endswith("fp4") else 0.03)
+    assert float((layer.weight.dequantize() - weight).norm() / weight.norm()) < (0.15 if kind in COARSE else 0.03)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -431,7 +435,7 @@ def test_a_configuration_is_stored_as_json() -> None:
 
 
 def test_mistakes_are_one_sentence() -> None:
-    with pytest.raises(UsageError, match="kind = 'q6_k' is not known; choose one of int8, fp8, mxfp8, mxfp4, nvfp4"):
+    with pytest.raises(UsageError, match="kind = 'q6_k' is not known; choose one of int8, fp8, int4, int4-row"):
         RotatedWeightConfig("q6_k")
     for rotation in ("blocks", 0, True, 1.5):
         with pytest.raises(UsageError, match=f"rotation = {rotation!r} is not known; pass rows, the size of blocks"):

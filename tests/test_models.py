@@ -12,6 +12,7 @@ from torch.nn.functional import linear, silu
 
 from hadagen import Rotation, rotate_quantize
 from hadagen.errors import UsageError
+from hadagen.models import int4
 from hadagen.models.cache import HeadCodes
 from hadagen.models.folding import Folding, Sizes, planned
 from hadagen.models.layers import (
@@ -22,7 +23,7 @@ from hadagen.models.layers import (
     values_of,
 )
 from hadagen.models.products.library import fp8_product, multiplies
-from hadagen.models.scheme import ACTIVATIONS, CACHES, ROTATIONS, WEIGHTS, Online, Scheme
+from hadagen.models.scheme import ACTIVATIONS, CACHES, GROUPS, ROTATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")
 from tiny_models import KINDS, error, logits, model_of
@@ -33,7 +34,7 @@ BLOCKS = {"q_proj": Online(48, 16), "down_proj": Online(96, 32)}
 
 # ---- schemes ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rotation", [None, Rotation(96)])
-@pytest.mark.parametrize("to", WEIGHTS.values())
+@pytest.mark.parametrize("to", ["int8-row", "fp8-row"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_codes_of_weights(to: str, rotation: Rotation | None, dtype: torch.dtype) -> None:
     """They are those of activations. Rows of any magnitude keep their accuracy, and scales are normal numbers."""
@@ -68,6 +69,8 @@ def test_a_scheme_is_stored_and_read(weights: str, activations: str | None, rota
 
 def test_the_rotation_follows_from_the_codes() -> None:
     assert Scheme("int8").rotation == Scheme("int8", cache="fp8").rotation == "quarot"
+    assert Scheme("int4").rotation == Scheme("int4-row").rotation == "quarot"
+    assert Scheme("int4").activations == Scheme("int4-row").activations == "int8-row"
     assert Scheme("fp8").rotation is None
     assert Scheme("fp8", cache="int4").rotation == "heads"
     assert not Scheme("fp8", rotation=None, cache="int4").rotates_keys
@@ -253,7 +256,11 @@ def test_a_layer_multiplies_what_its_codes_stand_for(weights: str, activations: 
     turned = scheme.online["down_proj"].rotation()
     values = turned(x) if activations is None else rotate_quantize(x, turned, to=activations, **given).dequantize()
     values = values.to(torch.float32)
-    expected = linear(values, rotate_quantize(weight, to=WEIGHTS[weights]).dequantize(), bias.float())
+    if weights in GROUPS:
+        stands_for = int4.values(*int4.rounded(weight, 32 if weights == "int4" else 96), torch.float32)
+    else:
+        stands_for = rotate_quantize(weight, to=WEIGHTS[weights]).dequantize()
+    expected = linear(values, stands_for, bias.float())
     found = layer(x)
     assert found.dtype == dtype
     assert error(found.float(), expected) < 4 * torch.finfo(dtype).eps

@@ -38,6 +38,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "ignore": ["lm_head", "model.layers.1.mlp.up_proj"],
     },
     "blocks": {"rotation": "blocks", "activations": None},
+    "int4": {"weights": "int4"},
 }
 
 
@@ -129,7 +130,7 @@ NOT_WRITTEN = "which hadagen does not write; quantize the model again"
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("scheme", ["int8", "blocks"])
+@pytest.mark.parametrize("scheme", ["int8", "blocks", "int4"])
 def test_impossible_scales_are_one_sentence(scheme: str, value: float, written: Any, tmp_path: Path) -> None:
     folder = tampered(written(scheme)[1], tmp_path / "t", lambda tensors: tensors[SCALE].view(-1)[5].fill_(value))
     with pytest.raises(UsageError, match=f"up_proj.weight_scale has a scale that is not positive and .*{NOT_WRITTEN}"):
@@ -285,7 +286,7 @@ def test_custom_code_with_more_tensors_is_one_sentence(extra: str, rotation: str
 
 
 # ---- the state dict of an MLP ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
 def test_other_programs_move_and_store_a_model_in_memory(weights: str, written: Any, tmp_path: Path) -> None:
     def made(seed: int = 0) -> Any:
         return load(written("int8")[0], quantization_config=HadagenConfig(weights, rotation="quarot", seed=seed))

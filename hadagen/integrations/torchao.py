@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _return_
 from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.integrations.host import TORCHAO as HOST
 from hadagen.integrations.host import Changed
+from hadagen.models import int4
 from hadagen.models.layers import quantized_weight
 from hadagen.models.products.eligible import can_multiply, capability
 from hadagen.models.products.operator import multiply_codes
+from hadagen.models.scheme import GROUPS
 from hadagen.runtime.checks import QUANTIZED, check_dtype, plain
 from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
@@ -54,6 +56,7 @@ except Changed as changed:
 _FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"to": "int8-row"},
     "fp8": {"to": "fp8-row"},
+    **{each: {"to": "int8-row"} for each in GROUPS},  # of activations
     "mxfp8": {"to": "mxfp8", "rule": "rceil", "layout": "swizzled"},
     "mxfp4": {"to": "mxfp4", "rule": "rceil", "layout": "swizzled"},
     "nvfp4": {"to": "nvfp4", "layout": "swizzled"},
@@ -137,7 +140,7 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
     """The rotated, quantized weight [out, in] of a linear layer. Its product rotates and quantizes the activations.
 
     qdata, scale, per_tensor_scale: as in torchao's tensor of the kind. A part of swizzled scales is a view of whole
-        tiles, [tiles, tiles, 32, 16].
+        tiles, [tiles, tiles, 32, 16]. Integers of 4 bits are packed as `hadagen.models.int4` says.
     kind: the format, as in `RotatedWeightConfig`. block: the size of the blocks that are rotated. dtype: of the weight.
     first: the row of the first tile that is the first row of the weight. is_transposed: whether it is [in, out].
 
@@ -174,7 +177,8 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
         codes = self.qdata.contiguous()
         if self.kind in _COLUMNS:
             return _of_blocks(self.kind, codes, self._own_scale(), self.dtype, self.per_tensor_scale)
-        return _of_rows(codes, self.scale, self.dtype, [1, codes.shape[1]])
+        codes, scale = int4.unpacked(codes) if self.kind in GROUPS else codes, self.scale.contiguous()
+        return _of_rows(codes, scale, self.dtype, [1, codes.shape[1] // scale.shape[1]])
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight that codes and scales stand for, rotated back."""
@@ -216,16 +220,19 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
             else:
                 scale = scale[begin:end]
         else:
-            tile = 4 * _COLUMNS[self.kind] if tiled else 1
+            packed = columns // self.qdata.shape[1]
+            group = columns // scale.shape[1] if self.kind == "int4" else None
+            tile = 4 * _COLUMNS[self.kind] if tiled else group or packed
             unit = math.lcm(self.block, tile)
             if begin % unit or (end % unit and end != columns) or begin >= end:
                 raise TensorError(
                     f"the columns {begin} to {end} of {columns} have no codes and scales of their own in {self!r}; cut "
                     f"it at multiples of {unit}"
                 )
-            packed = columns // self.qdata.shape[1]
             codes, first = self.qdata[:, begin // packed : end // packed], self.first
-            if tiled:
+            if group:
+                scale = scale[:, begin // group : end // group]
+            elif tiled:
                 scale = self._tiles()[:, begin // tile : -(-end // tile)]
         return self._with(qdata=codes, scale=scale.flatten(-2) if tiled else scale, first=first)
 
@@ -268,7 +275,8 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
 
     def _is_part(self) -> bool:
         """Whether a scale may belong to other parts of a weight too, from which this one was cut."""
-        return self.scale.dim() != 2 or self.qdata.stride(0) != self.qdata.shape[1]  # type: ignore[no-any-return]
+        shares = self.kind != "int4" and self.qdata.stride(0) != self.qdata.shape[1]
+        return self.scale.dim() != 2 or shares
 
 
 def _places(first: int, rows: int, tiles: torch.Tensor) -> tuple[Any, ...]:
@@ -424,7 +432,8 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def _product(x: Any, weight: Any) -> torch.Tensor:
     """x · weightᵀ of two tensors of torchao with the same kind of codes."""
     is_int8 = isinstance(x, _Int8)  # whose own product takes no codes for x
-    if is_int8 and can_multiply(x.qdata, weight.qdata):
+    by_row = is_int8 and weight.scale.shape[1] == 1
+    if by_row and can_multiply(x.qdata, weight.qdata):
         return multiply_codes(x.qdata, x.scale, weight.qdata, weight.scale, None, x.dtype)
     if is_int8 or (isinstance(x, _NVFP4) and not _multiplies_blocks(x.device)):
         x, weight = (each.dequantize(torch.float32) for each in (x, weight))
@@ -456,7 +465,8 @@ class RotatedWeightConfig(_Config):  # type: ignore[misc, valid-type]
     """A configuration of `torchao.quantization.quantize_`: rotated, quantized weights and activations.
 
     kind: the format of both: "int8" and "fp8" have a scale for each row, "mxfp8" and "mxfp4" for 32 elements, "nvfp4"
-        for 16, and one for each tensor.
+        for 16, and one for each tensor. "int4" and "int4-row" are formats of weights, integers of 4 bits with a scale
+        for each group of up to 128 elements or for each row; their activations are "int8".
     rotation: "rows" rotates whole rows of activations, an integer blocks of so many elements, and None nothing. Rows
         and blocks have a size n of `hadagen.Rotation(n)`.
 
@@ -487,6 +497,12 @@ def _rotate_linear(module: torch.nn.Linear, config: RotatedWeightConfig) -> torc
     block = n if config.rotation == "rows" else config.rotation or 1
     assert isinstance(block, int)
     rotation, to = _rotation(n, block), _FORMATS[config.kind]["to"]
+    if config.kind in GROUPS:
+        turned = weight.float() if rotation is None else rotation(weight.float())
+        parts = int4.rounded(turned, int4.group_of("a linear layer", n, config.kind))
+        made = RotatedWeight(*parts, config.kind, block, weight.dtype)
+        module.weight = torch.nn.Parameter(made, requires_grad=False)
+        return module
     of_rows = to in ("int8-row", "fp8-row")
     q = quantized_weight(weight, to, rotation) if of_rows else _quantize(weight, config.kind, rotation)
     made: Any = to_torchao(q, weight.dtype)
