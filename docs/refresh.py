@@ -43,7 +43,7 @@ from refresh_formats import (
     torchao_numbers,
 )
 from refresh_markdown import wrapped
-from refresh_models import attention_table, cache_table, checkpoint_table, models_table, read
+from refresh_models import attention_table, cache_table, checkpoint_table, models_table, read, weights_table
 from refresh_other_tables import (
     between_table,
     call_table,
@@ -71,7 +71,7 @@ def generated() -> dict[Path, dict[str, str]]:
         files.PROLOGUES: {"prologues": prologues_table(), "layer": layer_table()},
         files.FUSING: {"mlp": mlp_table()},
         files.SERVE: {"decoder": decoder_table()},
-        files.CHECKPOINT_PAGE: {"checkpoint": checkpoint_table()},
+        files.CHECKPOINT_PAGE: {"checkpoint": checkpoint_table(), "weights": weights_table()},
         files.PERFORMANCE: {
             "libraries": numbers(times) if times else files.NO_DATA,
             "h200": h200_table(),

@@ -48,6 +48,8 @@ ATTENTION = DOCS / "data" / "attention.json"
 CACHE = DOCS / "data" / "cache.json"
 QUAROT = DOCS / "data" / "quarot.json"
 CHECKPOINT = DOCS / "data" / "checkpoint.json"
+# What `measure_weights.py` writes.
+WEIGHTS = DOCS / "data" / "weights.json"
 CHECKPOINT_PAGE = DOCS / "checkpoint.md"
 ACTIVATIONS_PICTURE = DOCS / "assets" / "activations.svg"
 PICTURE = DOCS / "assets" / "speed.svg"

@@ -127,3 +127,29 @@ def checkpoint_table() -> str:
         for row in found
     ]
     return "\n\n".join((grid("lrrr", ["folder", "perplexity", "change", "MB"], rows), _made_with(files.CHECKPOINT)))
+
+
+def weights_table() -> str:
+    """A model with codes of weights, rounded to the nearest and by a text, in Markdown."""
+    if not files.WEIGHTS.exists():
+        return files.NO_DATA
+    base, *found = read(files.WEIGHTS)["rows"]
+    cells: dict[tuple[str, str], dict[bool, list[Row]]] = {}
+    for row in found:
+        of_cell = cells.setdefault((row["rotation"] or "none", row["weights"]), {})
+        of_cell.setdefault(row["is_calibrated"], []).append(row)
+    rows = [["", "none", _perplexity([base]), "", "", "", f"{base['bytes'] / 1e6:.0f}"]]
+    for (rotation, weights), ways in cells.items():
+        shown = [rotation, weights]
+        for is_calibrated in (False, True):
+            of_way = ways.get(is_calibrated)
+            shown += [_perplexity(of_way), _change_of_all(of_way, base) if of_way else ""]
+        rows.append([*shown, f"{ways[False][0]['bytes'] / 1e6:.0f}"])
+    titles = ["rotation", "weights", "nearest", "change", "`--calibrate`", "change", "MB"]
+    return "\n\n".join((grid("llrrrrr", titles, rows), _made_with(files.WEIGHTS)))
+
+
+def _change_of_all(of: Sequence[Row], base: Row) -> str:
+    """`_change` of the mean of all seeds."""
+    losses = [mean(of_seeds) for of_seeds in zip(*(row["loss"] for row in of), strict=True)]
+    return _change([{"loss": losses}], [base])

@@ -14,6 +14,7 @@ from vllm_program import PROMPT, TOKENS
 import hadagen
 from hadagen import Rotation
 from hadagen.models.folding import Sizes, planned
+from hadagen.models.layers import codes_of, values_of
 from hadagen.models.scheme import Scheme
 from hadagen.models.stored import checksum_of_files
 
@@ -171,8 +172,7 @@ class Quantized(torch.nn.Module):
     def __init__(self, layer: torch.nn.Linear, scheme: dict[str, Any], rotation: Rotation | None) -> None:
         super().__init__()
         weight = layer.weight if rotation is None else rotation.fold_into(layer.weight, "input")
-        made = hadagen.rotate_quantize(weight, to=f"{scheme['weights']}-row")
-        self.weight, self.scale = made.codes, made.scales.reshape(-1, 1)
+        self.weight, self.scale = codes_of("a layer", weight, scheme["weights"])
         self.activations, self.rotation = scheme["activations"], rotation
         self.input_scale = torch.tensor(0.05) if self.activations == "fp8-tensor" else None
 
@@ -183,7 +183,7 @@ class Quantized(torch.nn.Module):
             tensor_scale = self.input_scale
             q = hadagen.rotate_quantize(x, self.rotation, to=self.activations, tensor_scale=tensor_scale)
             turned = q.dequantize(torch.float32)
-        return torch.nn.functional.linear(turned, self.weight.float() * self.scale)
+        return torch.nn.functional.linear(turned, values_of(self.weight, self.scale, torch.float32))
 
 
 def quantized(
@@ -216,6 +216,7 @@ def quantized(
 def test_checkpoints_of_hadagen_run_with_one_kernel_before_each_product(tmp_path: Path) -> None:
     """In an MLP the kernel computes SiLU·mul, the rotation and the quantizer."""
     formats = [("int8", "int8-row"), ("fp8", "fp8-row"), ("fp8", "fp8-tensor"), ("int8", "fp8-row"), ("int8", None)]
+    formats += [("int4", "int8-row"), ("int4-row", None)]
     folders = [tmp_path / f"{weights}-{activations}" for weights, activations in formats]
     expected = [quantized(folder, *each, cache="int8") for folder, each in zip(folders, formats, strict=True)]
     *found, multiplied = run("quantized", *folders)
@@ -297,10 +298,12 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
 # ---- both ------------------------------------------------------------------------------------------------------------
 def test_rotations_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
     """Each of two ranks has 3 of 6 blocks of down_proj, and 1 of 2 of o_proj. Of the transforms, a rank
-    has 1 of 2 heads of R2 too, and the whole input of R5. One scale of all activations is that of each rank."""
+    has 1 of 2 heads of R2 too, and the whole input of R5. One scale of all activations is that of each rank; the scales
+    of groups are divided as their inputs."""
     tokens = (
         transformed(tmp_path / "transformed", block=32),
         quantized(tmp_path / "quantized", "fp8", "fp8-tensor", "blocks", width=256),
+        quantized(tmp_path / "groups", "int4", "int8-row", "blocks", width=256),
     )
-    found = run("parallel", tmp_path / "transformed", tmp_path / "quantized")
+    found = run("parallel", *(tmp_path / name for name in ("transformed", "quantized", "groups")))
     assert tuple(each["tokens"] for each in found) == tokens

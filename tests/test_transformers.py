@@ -42,7 +42,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], float]] = {
     "mixed": ({"activations": "fp8-row"}, 0.25),
     "weights alone": ({"activations": None, "cache": "int8"}, 0.08),
     "blocks": ({"rotation": "blocks", "cache": "int8"}, 0.08),
-    "int4": ({"weights": "int4", "activations": "fp8-row"}, 0.4),
+    "int4": ({"weights": "int4", "activations": "fp8-row"}, 0.6),
     "no rotation": ({"rotation": None, "ignore": ["lm_head", "model.layers.1.mlp.up_proj", "o_proj"]}, 0.08),
 }
 

@@ -276,7 +276,7 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
     def _is_part(self) -> bool:
         """Whether a scale may belong to other parts of a weight too, from which this one was cut."""
         shares = self.kind != "int4" and self.qdata.stride(0) != self.qdata.shape[1]
-        return self.scale.dim() != 2 or shares
+        return self.scale.dim() != 2 or shares  # type: ignore[no-any-return]
 
 
 def _places(first: int, rows: int, tiles: torch.Tensor) -> tuple[Any, ...]:
@@ -500,8 +500,8 @@ def _rotate_linear(module: torch.nn.Linear, config: RotatedWeightConfig) -> torc
     if config.kind in GROUPS:
         turned = weight.float() if rotation is None else rotation(weight.float())
         parts = int4.rounded(turned, int4.group_of("a linear layer", n, config.kind))
-        made = RotatedWeight(*parts, config.kind, block, weight.dtype)
-        module.weight = torch.nn.Parameter(made, requires_grad=False)
+        packed = RotatedWeight(*parts, config.kind, block, weight.dtype)
+        module.weight = torch.nn.Parameter(packed, requires_grad=False)
         return module
     of_rows = to in ("int8-row", "fp8-row")
     q = quantized_weight(weight, to, rotation) if of_rows else _quantize(weight, config.kind, rotation)

@@ -23,7 +23,7 @@ from hadagen.errors import UsageError
 from hadagen.integrations.host import Changed, Host
 from hadagen.models.checkpoint import Checkpoint
 from hadagen.models.folding import Sizes
-from hadagen.models.layers import HELD, TYPES, check_values, codes_of_input, values_of
+from hadagen.models.layers import HELD, TYPES, check_values, codes_of_input, shapes_of, values_of
 from hadagen.models.scheme import METHOD, Online, Scheme
 from hadagen.models.stored import check_files, check_scheme
 from hadagen.problem.prologues import Prologue
@@ -133,13 +133,21 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
                 )
             rotation = rotation.shard(layer.tp_rank, layer.tp_size)
         layer.rotation = rotation
-        sizes = sum(output_partition_sizes), input_size_per_partition, 1
+        out, ranks = sum(output_partition_sizes), input_size // input_size_per_partition
+        (_, columns), (_, groups) = shapes_of(self.prefix, out, input_size, self.scheme.weights)
+        if columns % ranks or (groups > 1 and groups % ranks):
+            raise UsageError(
+                f"{self.prefix} has {input_size} inputs with {groups} scales of {self.scheme.weights}, which {ranks} "
+                "ranks cannot share; choose a smaller tensor_parallel_size"
+            )
         by_row = {"output_dim": 0, **attributes}
-        weight = torch.empty(sizes, dtype=TYPES[self.scheme.weights])
+        by_group = {"input_dim": 1, **by_row} if groups > 1 else by_row
+        weight = torch.empty(out, columns // ranks, 1, dtype=TYPES[self.scheme.weights])
         # Until they are loaded, codes and scales have values that are refused.
-        weight.view(torch.uint8).fill_(0x80 if self.scheme.weights == "int8" else 0x7F)
+        weight.view(torch.uint8).fill_(0x7F if self.scheme.weights == "fp8" else 0x80)
         _add(layer, "weight", weight, {"input_dim": 1, **by_row})
-        _add(layer, "weight_scale", torch.full((sizes[0], 1), torch.nan, dtype=torch.float32), by_row)
+        shape = out, max(1, groups // ranks)
+        _add(layer, "weight_scale", torch.full(shape, torch.nan, dtype=torch.float32), by_group)
         if self.scheme.activations == "fp8-tensor":
             scales = torch.full((len(output_partition_sizes),), torch.nan, dtype=torch.float32)
             _add(layer, "input_scale", scales, {"needs_scalar_to_array": True, **attributes})

@@ -155,7 +155,7 @@ def convert(
         raise UsageError(f"{folder} lies in {source}, the model to quantize; name a folder outside of it")
     if has_scales and SCALES in stored.files.values():
         raise UsageError(f"{source} has {SCALES}, which quantize writes; rename it, and in {INDEX} too")
-    plan = {"scheme": folding.scheme.to_dict(), "config": stored.config, "files": stored.states()}
+    plan: dict[str, Any] = {"scheme": folding.scheme.to_dict(), "config": stored.config, "files": stored.states()}
     if calibrate and not has_scales:
         plan["is_calibrated"] = True
     targets = {file: FIRST_OF_TWO if has_scales and file == ONE_FILE else file for file in stored.shards()}

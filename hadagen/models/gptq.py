@@ -45,7 +45,8 @@ def round_weights(
         if last[0] is not arguments[0]:
             last[:] = arguments[0], _curvature(name, layer, arguments[0])
         weight = fold(f"{name}.weight").to(layer.weight.device, torch.float32)
-        codes, scales = rounded(weight, *last[1], layer.in_features // layer.weight_scale.shape[1])
+        importance, factor = last[1]
+        codes, scales = rounded(weight, importance, factor, layer.in_features // layer.weight_scale.shape[1])
         layer.weight.copy_(codes[..., None])
         layer.weight_scale.copy_(scales)
         found.update({f"{name}.weight": codes.cpu()[..., None], f"{name}.weight_scale": scales.cpu()})
@@ -82,7 +83,7 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
             if not failed:
-                return upper
+                return upper  # type: ignore[no-any-return]
     return torch.eye(len(hessian), device=hessian.device)  # each column on its own
 
 

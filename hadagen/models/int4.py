@@ -36,9 +36,10 @@ def group_of(name: str, n: int, weights: str) -> int:
         raise UsageError(
             f'{name} has {n} inputs, and two codes of 4 bits fill a byte; ignore the layer, or use weights="int8"'
         )
-    if not GROUPS[weights]:
+    most = GROUPS[weights]
+    if most is None:
         return n
-    group = min(n & -n, GROUPS[weights])
+    group = min(n & -n, most)
     if group < _LEAST_GROUP:
         raise UsageError(
             f'{name} has {n} inputs, which groups of {_LEAST_GROUP} or more do not fill; use weights="int4-row", or '
@@ -61,7 +62,7 @@ def unpacked(codes: torch.Tensor) -> torch.Tensor:
 
 def values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values [out, in] of packed codes and their scales [out, groups], in a dtype."""
-    parts = unpacked(codes).unflatten(-1, (scales.shape[-1], -1))
+    parts: torch.Tensor = unpacked(codes).unflatten(-1, (scales.shape[-1], -1))  # type: ignore[no-untyped-call]
     return (parts.float() * scales[..., None]).flatten(-2).to(dtype)
 
 
@@ -91,7 +92,7 @@ def rounded(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tenso
     """Packed codes and scales of a weight [out, in], each element rounded to the nearest code."""
     rows = max(1, _CACHED // weight.shape[1]) if weight.device.type == "cpu" else max(1, len(weight))
     parts = []
-    for part in weight.split(rows):
+    for part in weight.split(rows):  # type: ignore[no-untyped-call]
         groups = part.float().unflatten(-1, (-1, group))
         scales = scales_of(groups)
         parts.append((packed(nearest(groups, scales).flatten(-2)), scales.squeeze(-1)))

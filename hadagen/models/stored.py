@@ -113,7 +113,7 @@ def _wanted(
         if scheme is None or not scheme.is_quantized(layer):
             wanted[f"{layer}.weight"] = FLOATS, shape
             continue
-        of_codes, of_scales = shapes_of(layer, *shape, scheme.weights)
+        of_codes, of_scales = shapes_of(layer, shape[0], shape[1], scheme.weights)
         wanted[f"{layer}.weight"] = (NAMES[TYPES[scheme.weights]],), [*of_codes, 1]
         wanted[f"{layer}.weight_scale"] = ("F32",), of_scales
         if scheme.activations == "fp8-tensor":
