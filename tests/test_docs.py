@@ -91,7 +91,7 @@ PARTS = {
     "README.md": ("speed",),
     "api.md": ("api",),
     "formats.md": ("attention", "cache", "models"),
-    "checkpoint.md": ("checkpoint",),
+    "checkpoint.md": ("checkpoint", "weights"),
     "prologues.md": ("prologues", "layer"),
     "fusing.md": ("mlp",),
     "serve.md": ("decoder",),
@@ -320,6 +320,14 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     files.QUAROT.write_text(json.dumps(found | layer))
     converted = [row("", "", 0, 20.0, 20.0) | {"model": name, "bytes": 5e6} for name in ("a", "b")]
     files.CHECKPOINT.write_text(json.dumps(found | {"rows": converted}))
+    of_weights = [row("", "", 0, 20.0, 20.0) | {"weights": "none", "bytes": 9e6}]
+    of_weights += [
+        row("", "quarot", seed, 20.0 + 2 * seed, 20.0)
+        | {"weights": "int4", "is_calibrated": is_calibrated, "bytes": 5e6}
+        for is_calibrated in (False, True)
+        for seed in ((0, 1) if is_calibrated else (0,))
+    ]
+    files.WEIGHTS.write_text(json.dumps(found | {"rows": of_weights}))
     attention, models = refresh_models.attention_table(), refresh_models.models_table()
     assert "| none | 20.0 ± 0.0 | – |  |  |" in attention
     assert "| INT4 | 41.0 ± 1.0 | 31.0 ± 1.0 | 0.15 | 0.15 |" in attention
@@ -331,6 +339,8 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     assert changes in text_of(models)
     assert "2 windows of 9 tokens, 2 seeds; hadagen 1, PyTorch 2, Python 3, a GPU." in models
     assert "| `b` | 20.00 | +0.0 ± 0.0% | 5 |" in refresh_models.checkpoint_table()
+    changed = "| quarot | int4 | 20.0 ± 0.0 | +0.0 ± 0.0% | 20.5 ± 0.5 | +2.4 ± 2.4% | 5 |"
+    assert changed in refresh_models.weights_table()
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
     assert models in (documents / "formats.md").read_text()
