@@ -177,9 +177,11 @@ def test_one_scale_for_the_activations_of_a_layer(kind: str, text: Path, tmp_pat
         torch.testing.assert_close(scales[name], turned.abs().amax() / 448, rtol=1e-3, atol=0)
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
-    for options in (wanted, ("--weights", "fp8", "--calibrate", str(text))):
-        said = sentence(run("quantize", plain, tmp_path / "other", *options), 2)
-        assert said.endswith("give both --activations fp8-tensor and --calibrate")
+    for options, fix in (
+        (wanted, "give both --activations fp8-tensor and --calibrate"),
+        (("--calibrate", str(text)), "leave --calibrate out, or give --weights int4 or --activations fp8-tensor too"),
+    ):
+        assert sentence(run("quantize", plain, tmp_path / "other", *options), 2).endswith(fix)
     with pytest.raises(UsageError, match="takes its scales from a text; use hadagen quantize with --calibrate"):
         load(plain, quantization_config=HadagenConfig("fp8", "fp8-tensor"))
 

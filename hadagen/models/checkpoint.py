@@ -201,7 +201,7 @@ def _check_calibration(scheme: Scheme, is_given: bool) -> None:
     elif is_given and scheme.weights not in GROUPS:
         raise UsageError(
             f"{scheme.weights} weights and {scheme.activations} activations need no text; leave --calibrate out, or "
-            "give --weights int4, or both --activations fp8-tensor and --calibrate"
+            "give --weights int4 or --activations fp8-tensor too"
         )
 
 

@@ -41,6 +41,8 @@ def round_weights(
     last: list[Any] = [None, None]  # the inputs of a layer, and what follows from them; the next one may share them
 
     def see(layer: QuantizedLinear, arguments: tuple[torch.Tensor], name: str) -> None:
+        if f"{name}.weight" in found:  # a layer that runs twice
+            return
         next(shown, None)
         if last[0] is not arguments[0]:
             last[:] = arguments[0], _curvature(name, layer, arguments[0])
@@ -54,7 +56,8 @@ def round_weights(
     hooks = [each.register_forward_pre_hook(partial(see, name=name)) for name, each in layers.items()]
     try:
         with torch.no_grad():
-            model(windows.to(model.device), use_cache=True, logits_to_keep=1)  # a cache in codes counts too
+            body = getattr(model, model.base_model_prefix)  # without the last layer, whose outputs nothing needs
+            body(windows.to(model.device), use_cache=True)  # a cache in codes counts too
     finally:
         for hook in hooks:
             hook.remove()
