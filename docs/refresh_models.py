@@ -37,6 +37,11 @@ def _perplexity(rows: Sequence[Row] | None) -> str:
     return f"{mean(found):.{digits}f} ± {(max(found) - min(found)) / 2:.{digits}f}"
 
 
+def _of_seeds(rows: Sequence[Row] | None) -> str:
+    """`_perplexity`, without a range of one seed."""
+    return _perplexity(rows) if rows is None or len(rows) > 1 else _perplexity(rows).partition(" ±")[0]
+
+
 def _mean(rows: Sequence[Row] | None, figure: str) -> float | None:
     return mean(mean(row[figure]) if isinstance(row[figure], list) else row[figure] for row in rows) if rows else None
 
@@ -138,12 +143,12 @@ def weights_table() -> str:
     for row in found:
         of_cell = cells.setdefault((row["rotation"] or "none", row["weights"]), {})
         of_cell.setdefault(row["is_calibrated"], []).append(row)
-    rows = [["", "none", _perplexity([base]), "", "", "", f"{base['bytes'] / 1e6:.0f}"]]
+    rows = [["", "none", _of_seeds([base]), "", "", "", f"{base['bytes'] / 1e6:.0f}"]]
     for (rotation, weights), ways in cells.items():
         shown = [rotation, weights]
         for is_calibrated in (False, True):
             of_way = ways.get(is_calibrated)
-            shown += [_perplexity(of_way), _change_of_all(of_way, base) if of_way else ""]
+            shown += [_of_seeds(of_way), _change_of_all(of_way, base) if of_way else ""]
         rows.append([*shown, f"{ways[False][0]['bytes'] / 1e6:.0f}"])
     titles = ["rotation", "weights", "nearest", "change", "`--calibrate`", "change", "MB"]
     return "\n\n".join((grid("llrrrrr", titles, rows), _made_with(files.WEIGHTS)))
