@@ -295,6 +295,21 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
     assert split.startswith("mlp.down_proj rotates blocks of 192 inputs, which 2 ranks cannot share")
 
 
+def test_a_layer_takes_codes_that_another_layer_made() -> None:
+    """vLLM calls them `QuantizedActivation`. A layer that changes its input before it quantizes it takes none."""
+    found = run("activations", TORCH_COMPILE_DISABLE="0")
+    for name, (equal, compiled, exposed) in found["equal"].items():
+        assert (name, equal, compiled, exposed) == (name, True, True, True)
+    early, kinds, sizes = found["refused"][:3], found["refused"][3:6], found["refused"][6:]
+    assert all("layer needs its input before it is quantized, but is given codes" in each for each in early)
+    assert "takes codes of QuantKey(f8e4m3fn,scale(f32,dynamic,per_token),symmetric), but is given" in kinds[0]
+    assert "scale(f32,static,per_tensor)" in kinds[1]
+    assert "takes codes and scales of float8_e4m3fn and float32, not float32 and float32" in kinds[2]
+    assert "not [5, 64] for a shape of [4, 64]" in sizes[0]
+    assert "takes codes [..., 64] of the shape of the input, not [5, 128]" in sizes[1]
+    assert "takes one scale a row, not [3] for codes [5, 64]" in sizes[2]
+
+
 # ---- both ------------------------------------------------------------------------------------------------------------
 def test_rotations_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
     """Each of two ranks has 3 of 6 blocks of down_proj, and 1 of 2 of o_proj. Of the transforms, a rank

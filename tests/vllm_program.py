@@ -187,6 +187,86 @@ def refused(*models: str) -> list[str]:
     return [*found, refused_in_parallel("mlp.down_proj")]
 
 
+def activations() -> dict[str, Any]:
+    """Layers that are given codes: their results beside those for the same input, what a compiled one returns, and what
+    they refuse."""
+    import vllm.entrypoints.llm
+    import vllm.plugins
+
+    vllm.plugins.load_general_plugins()
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    import hadagen
+    from hadagen import prologues
+    from hadagen.integrations import vllm_quantization
+    from hadagen.models.scheme import Online, Scheme
+
+    keys = {
+        "int8-row": quant_utils.kInt8DynamicTokenSym,
+        "fp8-row": quant_utils.kFp8DynamicTokenSym,
+        "fp8-tensor": quant_utils.kFp8StaticTensorSym,
+    }
+
+    def made(to: str | None, online: Online | None = None, before: Any = None) -> Any:
+        method = vllm_quantization.QuantizedMethod("layer", Scheme("int8" if to == "int8-row" else "fp8", to), online)
+        layer, method.before = torch.nn.Module(), before
+        layer.params_dtype = torch.float32
+        load = {"weight_loader": None}
+        method.create_weights(layer, 64, [32], 64, 32, torch.float32, **load)
+        q = hadagen.rotate_quantize(torch.randn(32, 64), None, to=f"{method.scheme.weights}-row")
+        layer.weight.data.copy_(q.codes[..., None])
+        layer.weight_scale.data.copy_(q.scales.reshape(-1, 1))
+        if to == "fp8-tensor":
+            layer.input_scale.data.fill_(0.01)
+        with set_current_vllm_config(VllmConfig()):
+            method.process_weights_after_loading(layer)
+        return layer, method
+
+    def given(x: torch.Tensor, to: str, scale: Any = None) -> Any:
+        q = hadagen.rotate_quantize(x, None, to=to, tensor_scale=scale)
+        return QuantizedActivation(q.codes, q.scales, x.dtype, x.shape, keys[to])
+
+    x, found = torch.randn(5, 64), {}
+    for to, key in keys.items():
+        layer, method = made(to)
+        scale = getattr(layer, "input_scale", None)
+        wanted = method.apply(layer, x)
+
+        def ours(x: torch.Tensor, layer: Any = layer, method: Any = method, to: str = to, scale: Any = scale) -> Any:
+            return method.apply(layer, given(x, to, scale))
+
+        compiled = torch.compile(ours, backend="eager", fullgraph=True, dynamic=True)
+        before = get_input_quant_key(layer)  # vLLM makes no codes on a CPU
+        method.multiplies = True
+        vllm_quantization.vllm_activation.expose(layer, method)
+        exposed = before is None and get_input_quant_key(layer) == key
+        method.multiplies = False
+        found[to] = [torch.equal(ours(x), wanted), torch.equal(compiled(x), wanted), exposed]
+
+    q, refused = given(x, "fp8-row"), []
+    fine = made("fp8-row")
+    wrong = {
+        "rotated": (made("fp8-row", Online(64)), q),
+        "before": (made("fp8-row", None, prologues.SiluMul()), q),
+        "weights alone": (made(None), q),
+        "other codes": (fine, given(x, "int8-row")),
+        "other key": (made("fp8-tensor"), q),
+        "other type": (fine, QuantizedActivation(x, q.scale, x.dtype, x.shape, q.quant_key)),
+        "padded": (fine, QuantizedActivation(q.data, q.scale, x.dtype, torch.Size([4, 64]), q.quant_key)),
+        "longer": (made("fp8-row"), given(torch.randn(5, 128), "fp8-row")),
+        "fewer": (fine, QuantizedActivation(q.data, q.scale[:3], x.dtype, x.shape, q.quant_key)),
+    }
+    for (layer, method), each in wrong.values():
+        try:
+            refused.append(str(method.apply(layer, each)))
+        except ValueError as error:
+            refused.append(f"{type(error).__name__}: {error}")
+
+    return {"equal": found, "refused": refused}
+
+
 def failed(model: str, **options: Any) -> str:
     """The error of a model that cannot be loaded."""
     try:

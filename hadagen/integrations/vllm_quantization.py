@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from vllm import _custom_ops
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_fp8_supported
@@ -20,6 +21,7 @@ from vllm.platforms import current_platform
 
 from hadagen import prologues
 from hadagen.errors import UsageError
+from hadagen.integrations import vllm_activation
 from hadagen.integrations.host import Changed, Host
 from hadagen.models.checkpoint import Checkpoint
 from hadagen.models.folding import Sizes
@@ -28,9 +30,11 @@ from hadagen.models.scheme import METHOD, Online, Scheme
 from hadagen.models.stored import check_files, check_scheme
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime.checks import QUANTIZED, plain
+from hadagen.runtime.quantized import Quantized
 
 # Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
 _MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
+EXPERTS = ("gate_proj", "up_proj", "down_proj")  # of routed experts
 _hooked: set[str] = globals().get("_hooked", set())  # importlib.reload keeps it
 _NO_INT8 = 100  # the capability from which vLLM has no product of INT8 codes
 
@@ -84,6 +88,8 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
         if self.scheme.rotation == "quarot":
             _check_hidden_states()
         _hook_mlps(self.host)  # in the process that makes the model, which makes attention before the first MLP
+        if isinstance(layer, RoutedExperts):
+            self._check_experts(prefix)
         if not isinstance(layer, LinearBase):
             return None
         stem, dot, last = prefix.rpartition(".")
@@ -96,6 +102,15 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
             )
         [(is_quantized, online)] = found
         return QuantizedMethod(prefix, self.scheme, online) if is_quantized else UnquantizedLinearMethod()
+
+    def _check_experts(self, prefix: str) -> None:
+        """Raise `UsageError` if routed experts have codes, which vLLM's kernels for experts cannot read."""
+        quantized = [name for name in EXPERTS if self.scheme.is_quantized(f"{prefix}.0.{name}")]
+        if quantized:
+            raise UsageError(
+                f"the checkpoint has codes in {', '.join(quantized)} of {prefix}, which run with transformers but not "
+                f"with vLLM; quantize the model again with ignore = {quantized}"
+            )
 
 
 class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
@@ -155,8 +170,12 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         """Move the rotation to the weight's device, and look which products vLLM has there.
 
-        Raises `UsageError` for impossible codes and scales, such as those that were not loaded.
+        Raises `UsageError` for impossible codes and scales, such as those that were not loaded. With
+        `--load-format dummy` vLLM loads none, so they get values that are possible.
         """
+        if _is_dummy():
+            for each in (getattr(layer, name) for name in HELD if hasattr(layer, name)):
+                each.data.view(torch.uint8).random_(0, 0x7F) if each.itemsize == 1 else each.data.fill_(1e-4)
         check_values(f"{self.prefix}.", {name: getattr(layer, name, None) for name in HELD})
         if layer.rotation is not None:
             layer.rotation.to(layer.weight.device)
@@ -166,20 +185,50 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         if alike and current_platform.is_cuda() and layer.params_dtype != torch.float32:
             has_int8 = not current_platform.has_device_capability(_NO_INT8)
             self.multiplies = cutlass_fp8_supported() if self.scheme.weights == "fp8" else has_int8
+        if self.multiplies:  # vLLM's kernels that make codes need a GPU too
+            vllm_activation.expose(layer, self)
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x · weightᵀ + bias for the values that codes stand for."""
+    def input_codes(self) -> str | None:
+        """The format of codes that the layer takes as its input. None if it changes its input before it quantizes it,
+        or does not quantize it."""
+        return self.scheme.activations if self.online is None and self.before is None else None
+
+    def input_quant_key(self) -> Any:
+        """vLLM's name of `input_codes`, or None."""
+        codes = self.input_codes()
+        return None if codes is None else vllm_activation.key_of(codes)
+
+    def apply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x · weightᵀ + bias for the values that codes stand for.
+
+        x: a tensor, or a `QuantizedActivation` of `input_quant_key`; `UsageError` for any other one.
+        """
         weight = layer.weight.squeeze(-1)
+        if vllm_activation.is_quantized(x):
+            q = vllm_activation.codes_given(self.prefix, x, self.input_codes(), weight.shape[1])
+            return self._product(layer, weight, q, x.orig_dtype, bias)
         if self.scheme.activations is None:
             turned = x if layer.rotation is None else layer.rotation(x)
             return linear(turned, values_of(weight, layer.weight_scale, x.dtype), bias)
         scale = getattr(layer, "input_scale", None)
         q = codes_of_input(x, layer.rotation, self.scheme.activations, self.before, scale)
+        return self._product(layer, weight, q, x.dtype, bias)
+
+    def _product(
+        self, layer: Any, weight: torch.Tensor, q: Quantized, dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.multiplies:
             scales = q.scales.reshape(-1, 1)
-            found = _custom_ops.cutlass_scaled_mm(q.codes, weight.T, scales, layer.weight_scale, x.dtype, bias)
+            found = _custom_ops.cutlass_scaled_mm(q.codes, weight.T, scales, layer.weight_scale, dtype, bias)
             return found  # type: ignore[no-any-return]
-        return linear(q.dequantize(x.dtype), values_of(weight, layer.weight_scale, x.dtype), bias)
+        return linear(q.dequantize(dtype), values_of(weight, layer.weight_scale, dtype), bias)
+
+    def dequantize_weight(self, layer: Any) -> torch.Tensor:
+        """Raises `UsageError`: by this, vLLM would quantize the layer again, without the rotation of its input."""
+        raise UsageError(
+            f"{self.prefix} has codes of hadagen already, which vLLM cannot quantize again; leave out "
+            "quantization_config, or give vLLM the model that is not quantized"
+        )
 
 
 def _check_folder(scheme: Scheme) -> None:
@@ -198,6 +247,11 @@ def _check_folder(scheme: Scheme) -> None:
     folder = Path(config.model_config.model)
     if folder.is_dir() and config.parallel_config.rank == 0:
         check_files(Checkpoint(folder).paths(), sizes, given["model_type"], scheme)
+
+
+def _is_dummy() -> bool:
+    config: Any = get_current_vllm_config_or_none()
+    return config is not None and config.load_config.load_format == "dummy"
 
 
 def _check_hidden_states() -> None:
