@@ -111,16 +111,19 @@ ENGINES := build/engines/brevitas-0.13.4-modelopt-0.47.0
 
 # vLLM for CPUs, without what it needs for other things. It generates beside newer transformers than it asks for.
 VLLM := build/engines/vllm-0.32.0
+# A newer release, of which there is no build for CPUs: its Python runs on the libraries of VLLM.
+VLLM_NEXT := build/engines/vllm-0.33.0
 LLMCOMPRESSOR := build/engines/llmcompressor-0.14.0.1-compressed-tensors-0.19.0
 TORCHAO := build/engines/torchao-0.18.0
 SGLANG := build/engines/sglang-0.5.23
 
 engine-test: export HADAGEN_TEST_VLLM = $(abspath $(VLLM))
+engine-test: export HADAGEN_TEST_VLLM_NEXT = $(abspath $(VLLM_NEXT))
 engine-test: export HADAGEN_TEST_LLMCOMPRESSOR = $(abspath $(LLMCOMPRESSOR))
 engine-test: export HADAGEN_TEST_TORCHAO = $(abspath $(TORCHAO))
 engine-test: export HADAGEN_TEST_SGLANG = $(abspath $(SGLANG))
 
-engine-test: $(TO_TEST) $(ENGINES) $(VLLM) $(LLMCOMPRESSOR) $(TORCHAO) $(SGLANG) ## test other projects on hadagen, which it downloads
+engine-test: $(TO_TEST) $(MODEL) $(ENGINES) $(VLLM) $(VLLM_NEXT) $(LLMCOMPRESSOR) $(TORCHAO) $(SGLANG) ## test other projects on hadagen, which it downloads
 	HADAGEN_TEST_ENGINES=$(abspath $(ENGINES)) $(PY) -m pytest -n $(JOBS) tests/test_engines.py tests/test_engine_*.py
 
 $(ENGINES):
@@ -136,6 +139,12 @@ $(VLLM):
 		multidict==7.2.1 openai==3.57.0 oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7 \
 		prometheus-client==0.26.0 propcache==0.5.4 py-cpuinfo==9.0.0 pybase64==1.5.1 pyzmq==27.3.0 sniffio==1.3.1 \
 		starlette==1.0.1 uvloop==0.23.0 xgrammar==0.2.8 yarl==1.25.1
+
+$(VLLM_NEXT): | $(VLLM)
+	@rm -rf $@
+	$(PIP) install --quiet --no-deps --no-compile --target $@ vllm==0.33.0
+	@find $@/vllm -name '*.so' -delete
+	@ln -s $(abspath $(VLLM))/vllm/*.so $@/vllm
 
 $(LLMCOMPRESSOR):
 	@rm -rf $@

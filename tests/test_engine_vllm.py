@@ -19,6 +19,8 @@ from hadagen.models.scheme import Scheme
 from hadagen.models.stored import checksum_of_files
 
 VLLM = os.environ.get("HADAGEN_TEST_VLLM", "")
+# A newer release, of which there is no build for CPUs: its Python on the libraries of VLLM.
+NEXT = os.environ.get("HADAGEN_TEST_VLLM_NEXT", "")
 pytestmark = pytest.mark.skipif(not VLLM, reason="needs vLLM: run make engine-test")
 
 PROGRAM = Path(__file__).parent / "vllm_program.py"
@@ -30,10 +32,16 @@ FAST = {
 }
 
 
-def run(*arguments: str | Path, **environment: str) -> Any:
-    """What `vllm_program.py` prints."""
+both = pytest.mark.parametrize("engine", ["", *([NEXT] if NEXT else [])], ids=lambda each: "next" if each else "")
+
+
+def run(*arguments: str | Path, engine: str = "", **environment: str) -> Any:
+    """What `vllm_program.py` prints. engine: NEXT, or "" for VLLM."""
     command = [sys.executable, PROGRAM, *arguments]
-    variables = os.environ | FAST | {"PYTHONPATH": VLLM} | environment
+    path = (
+        {"PYTHONPATH": f"{engine}{os.pathsep}{VLLM}", "VLLM_TARGET_DEVICE": "cpu"} if engine else {"PYTHONPATH": VLLM}
+    )
+    variables = os.environ | FAST | path | environment
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line[:1] in "[{" and line))
@@ -213,13 +221,14 @@ def quantized(
     return greedy(model)
 
 
-def test_checkpoints_of_hadagen_run_with_one_kernel_before_each_product(tmp_path: Path) -> None:
+@both
+def test_checkpoints_of_hadagen_run_with_one_kernel_before_each_product(tmp_path: Path, engine: str) -> None:
     """In an MLP the kernel computes SiLU·mul, the rotation and the quantizer."""
     formats = [("int8", "int8-row"), ("fp8", "fp8-row"), ("fp8", "fp8-tensor"), ("int8", "fp8-row"), ("int8", None)]
     formats += [("int4", "int8-row"), ("int4-row", None)]
     folders = [tmp_path / f"{weights}-{activations}" for weights, activations in formats]
     expected = [quantized(folder, *each, cache="int8") for folder, each in zip(folders, formats, strict=True)]
-    *found, multiplied = run("quantized", *folders)
+    *found, multiplied = run("quantized", *folders, engine=engine)
     assert multiplied["tokens"] == expected[0]
     (warning,) = multiplied["warned"]
     assert "keys and values in int8, which vLLM stores as --kv-cache-dtype says" in warning
@@ -280,7 +289,10 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
     quantized(tmp_path / "changed", "fp8", "fp8-row", checksum=3)
     quantized(tmp_path / "rotated", "fp8", "fp8-row")
     folders = [tmp_path / name for name in (*REFUSED, "rotated")]
-    permuted, newer, unknown, longer, mixed, ignored, changed, *rotated, split = run("refused", *folders)
+    found = run("refused", *folders)
+    permuted, newer, unknown, longer, mixed, ignored, changed = found["models"]
+    plain, again, experts, split, blocks = found["layers"]
+    assert found["dummy"] == [""]
     assert permuted.startswith("UsageError: the transform R4 has randomize=true")
     assert "version 3; this hadagen reads version 2, so update hadagen" in newer
     assert "activations = 'int3-row' is not known" in unknown
@@ -288,16 +300,21 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
     assert "up_proj.weight has the type F8_E4M3; quantize the model again, for F16" in ignored
     assert "has other tensors than its checksum in config.json says" in changed
     assert "up_proj, of which the checkpoint quantizes or rotates only some" in mixed
-    for said, why in zip(rotated, ("pooling would", "LoRA adapters of", "prompt embeddings do"), strict=True):
+    for said, why in zip(found["uses"], ("pooling would", "LoRA adapters of", "prompt embeddings do"), strict=True):
         assert said.startswith(
             f'UsageError: the checkpoint has rotation="quarot", which rotates hidden states, so {why}'
         )
-    assert split.startswith("mlp.down_proj rotates blocks of 192 inputs, which 2 ranks cannot share")
+    assert "the model has no quantization_config of hadagen; leave out --quantization" in plain
+    assert "has codes of hadagen already, which vLLM cannot quantize again" in again
+    assert "codes in gate_proj, up_proj, down_proj of mlp.experts, which run with transformers but not with" in experts
+    assert split.startswith("mlp.down_proj rotates blocks of 192 inputs, which 2 ranks cannot share; quantize the")
+    assert blocks.endswith("of 64 inputs, which 4 ranks cannot share; choose a smaller tensor_parallel_size")
 
 
-def test_a_layer_takes_codes_that_another_layer_made() -> None:
+@both
+def test_a_layer_takes_codes_that_another_layer_made(engine: str) -> None:
     """vLLM calls them `QuantizedActivation`. A layer that changes its input before it quantizes it takes none."""
-    found = run("activations", TORCH_COMPILE_DISABLE="0")
+    found = run("activations", engine=engine, TORCH_COMPILE_DISABLE="0")
     for name, (equal, compiled, exposed) in found["equal"].items():
         assert (name, equal, compiled, exposed) == (name, True, True, True)
     early, kinds, sizes = found["refused"][:3], found["refused"][3:6], found["refused"][6:]

@@ -180,11 +180,52 @@ def compiled(model: str) -> dict[str, Any]:
     return generate(model, enforce_eager=False, compilation_config={"backend": "eager"})
 
 
-def refused(*models: str) -> list[str]:
-    """The errors of models that vLLM does not load, of uses of the last model, and of a layer."""
+def refused(*models: str) -> dict[str, list[str]]:
+    """The errors of models that vLLM does not load, of uses of the last model, and of layers."""
     uses: tuple[dict[str, Any], ...] = ({"runner": "pooling"}, {"enable_lora": True}, {"enable_prompt_embeds": True})
-    found = [*map(failed, models[:-1]), *(failed(models[-1], **use) for use in uses)]
-    return [*found, refused_in_parallel("mlp.down_proj")]
+    found = {"models": [*map(failed, models[:-1])], "uses": [failed(models[-1], **use) for use in uses]}
+
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    from hadagen.integrations.vllm_quantization import Quantization, QuantizedMethod
+    from hadagen.models.scheme import Scheme
+
+    experts = RoutedExperts.__new__(RoutedExperts)
+    method = QuantizedMethod("layer", Scheme(), None)
+    found["layers"] = [
+        said(Quantization),
+        said(method.dequantize_weight, None),
+        said(Quantization(Scheme(rotation=None)).get_quant_method, experts, "mlp.experts"),
+        refused_in_parallel("mlp.down_proj", 192, None, 2),
+        refused_in_parallel("mlp.down_proj", 192, 64, 4),
+    ]
+    return found | {"dummy": [failed(models[-1], load_format="dummy")]}  # values to measure times with
+
+
+def said(function: Any, *arguments: Any) -> str:
+    """The error of a call."""
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def served(prompts: str, *models: str) -> list[tuple[list[list[int]], list[list[float]]]]:
+    """The tokens of models for each prompt in a file, and their log-probabilities."""
+    from vllm import LLM, SamplingParams
+
+    given: list[Any] = [{"prompt_token_ids": prompt} for prompt in json.loads(Path(prompts).read_text())]
+    settings: dict[str, Any] = {"enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
+    settings |= {"kv_cache_memory_bytes": 1 << 27, "block_size": 32, "dtype": "float32", "max_num_seqs": len(given)}
+    sampling = SamplingParams(temperature=0, max_tokens=4, detokenize=False, logprobs=1, ignore_eos=True)
+    results = []
+    for model in models:
+        found = [each.outputs[0] for each in LLM(model=model, **settings).generate(given, sampling, use_tqdm=False)]
+        tokens = [list(each.token_ids) for each in found]
+        steps = [zip(each.token_ids, each.logprobs, strict=True) for each in found]
+        results.append((tokens, [[step[token].logprob for token, step in each] for each in steps]))
+    return results
 
 
 def activations() -> dict[str, Any]:
@@ -281,19 +322,18 @@ def parallel(*models: str) -> list[dict[str, Any]]:
     return [generate(model, tensor_parallel_size=2) for model in models]
 
 
-def refused_in_parallel(prefix: str) -> str:
-    """The error of a layer whose block two ranks would have to share."""
+def refused_in_parallel(prefix: str, n: int, block: int | None, ranks: int) -> str:
+    """The error of a layer whose block ranks would have to share."""
     from types import SimpleNamespace
 
     from hadagen.integrations import vllm_quantization
     from hadagen.models.scheme import Online, Scheme
 
-    method = vllm_quantization.QuantizedMethod(prefix, Scheme(), Online(192))
-    try:
-        method.create_weights(SimpleNamespace(tp_rank=0, tp_size=2), 96, [64], 192, 64, torch.float32)
-    except ValueError as error:
-        return str(error)
-    return ""
+    method = vllm_quantization.QuantizedMethod(
+        prefix, Scheme(rotation="blocks" if block else "quarot"), Online(n, block)
+    )
+    layer = SimpleNamespace(tp_rank=0, tp_size=ranks)
+    return said(method.create_weights, layer, n // ranks, [64], n, 64, torch.float32)
 
 
 def _main() -> None:

