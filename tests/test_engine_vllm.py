@@ -325,6 +325,7 @@ def test_a_layer_takes_codes_that_another_layer_made(engine: str) -> None:
     assert "not [5, 64] for a shape of [4, 64]" in sizes[0]
     assert "takes codes [..., 64] of the shape of the input, not [5, 128]" in sizes[1]
     assert "takes one scale a row, not [3] for codes [5, 64]" in sizes[2]
+    assert found["ignored"] == ["lm_head", "text.model.layers.0.mlp.down_proj"]
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------

@@ -229,8 +229,8 @@ def served(prompts: str, *models: str) -> list[tuple[list[list[int]], list[list[
 
 
 def activations() -> dict[str, Any]:
-    """Layers that are given codes: their results beside those for the same input, what a compiled one returns, and what
-    they refuse."""
+    """Layers that are given codes: whether they and compiled ones return what they do for the same input, and what they
+    refuse. And ignored layers, as vLLM names them."""
     import vllm.entrypoints.llm
     import vllm.plugins
 
@@ -305,7 +305,11 @@ def activations() -> dict[str, Any]:
         except ValueError as error:
             refused.append(f"{type(error).__name__}: {error}")
 
-    return {"equal": found, "refused": refused}
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    quantization = vllm_quantization.Quantization(Scheme(ignore=("lm_head", "model.text.layers.0.mlp.down_proj")))
+    quantization.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.text.": "text.model.", "lm_head": "text"}))
+    return {"equal": found, "refused": refused, "ignored": quantization.scheme.ignore}
 
 
 def failed(model: str, **options: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +35,7 @@ from hadagen.runtime.quantized import Quantized
 
 # Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
 _MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
-EXPERTS = ("gate_proj", "up_proj", "down_proj")  # of routed experts
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")  # of routed experts
 _hooked: set[str] = globals().get("_hooked", set())  # importlib.reload keeps it
 _NO_INT8 = 100  # the capability from which vLLM has no product of INT8 codes
 
@@ -51,7 +52,8 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
                 "hadagen quantize wrote"
             )
         super().__init__()
-        self.scheme, self.is_checked = scheme, False
+        self.stored = self.scheme = scheme  # with the checkpoint's names of layers, and with those of vLLM's model
+        self.is_checked = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Quantization:
@@ -81,6 +83,16 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
         """None: the scheme is in `config.json`."""
         return []
 
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Rename layers as vLLM does. Names without a dot are those of all layers of a kind, and stay."""
+
+        def renamed(name: str) -> str:
+            found = hf_to_vllm_mapper.apply_list([name]) if "." in name else []
+            return found[0] if found else name
+
+        online = {renamed(name): each for name, each in self.scheme.online.items()}
+        self.scheme = replace(self.scheme, ignore=tuple(map(renamed, self.scheme.ignore)), online=online)
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
         """The method of a linear layer, of which vLLM merges some from several of the checkpoint.
 
@@ -89,7 +101,7 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
         """
         if not self.is_checked:
             self.is_checked = True
-            _check_folder(self.scheme)
+            _check_folder(self.stored)
         if self.scheme.rotation == "quarot":
             _check_hidden_states()
         _hook_mlps(self.host)  # in the process that makes the model, which makes attention before the first MLP
@@ -110,11 +122,12 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
 
     def _check_experts(self, prefix: str) -> None:
         """Raise `UsageError` if routed experts have codes, which vLLM's kernels for experts cannot read."""
-        quantized = [name for name in EXPERTS if self.scheme.is_quantized(f"{prefix}.0.{name}")]
+        places = (prefix, f"{prefix}.0")  # packed, or a layer for each
+        quantized = [name for name in EXPERTS if any(self.scheme.is_quantized(f"{each}.{name}") for each in places)]
         if quantized:
             raise UsageError(
                 f"the checkpoint has codes in {', '.join(quantized)} of {prefix}, which run with transformers but not "
-                f"with vLLM; quantize the model again with ignore = {quantized}"
+                f"with vLLM; quantize the model again with --ignore for each of them"
             )
 
 
@@ -128,6 +141,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
     def __init__(self, prefix: str, scheme: Scheme, online: Online | None) -> None:
         self.prefix, self.scheme, self.online = prefix, scheme, online
         self.before: Prologue | None = None
+        self.inputs = 0  # how many elements of its input a rank has
         self.multiplies = False  # whether a kernel of vLLM multiplies codes; else their values are multiplied
 
     def create_weights(
@@ -153,7 +167,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
                     f"share; {other}choose a smaller tensor_parallel_size"
                 )
             rotation = rotation.shard(layer.tp_rank, layer.tp_size)
-        layer.rotation = rotation
+        layer.rotation, self.inputs = rotation, input_size_per_partition
         out, ranks = sum(output_partition_sizes), input_size // input_size_per_partition
         (_, columns), (_, groups) = shapes_of(self.prefix, out, input_size, self.scheme.weights)
         if columns % ranks or (groups > 1 and groups % ranks):
@@ -181,7 +195,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         """
         if _is_dummy():
             for each in (getattr(layer, name) for name in HELD if hasattr(layer, name)):
-                each.data.view(torch.uint8).random_(0, 0x7F) if each.itemsize == 1 else each.data.fill_(1e-4)
+                each.data.view(torch.uint8).fill_(0x11) if each.itemsize == 1 else each.data.fill_(1e-4)
         check_values(f"{self.prefix}.", {name: getattr(layer, name, None) for name in HELD})
         if layer.rotation is not None:
             layer.rotation.to(layer.weight.device)
@@ -211,7 +225,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         """
         weight = layer.weight.squeeze(-1)
         if vllm_activation.is_quantized(x):
-            q = vllm_activation.codes_given(self.prefix, x, self.input_codes(), weight.shape[1])
+            q = vllm_activation.codes_given(self.prefix, x, self.input_codes(), self.inputs)
             return self._product(layer, weight, q, x.orig_dtype, bias)
         if self.scheme.activations is None:
             turned = x if layer.rotation is None else layer.rotation(x)
