@@ -55,7 +55,7 @@ def _one_of(values: Iterable[str | None]) -> click.Choice[str]:
     default=Scheme.rotation,
     show_default=True,
     help="Whole rows as in QuaRot, blocks of up to 128 elements, or heads of a cache alone; auto is quarot for "
-    "integers, and for fp8 heads with --cache, else none.",
+    "integers, or blocks where that is not possible, and for fp8 heads with --cache, else none.",
 )
 @click.option(
     "--cache",
@@ -93,10 +93,12 @@ def quantize(
     """Rotate and quantize a model.
 
     MODEL is a folder with config.json and *.safetensors. OUT is a new folder,
-    which transformers and vLLM load with hadagen. The memory of one file of
-    MODEL is enough. The same command continues a run that was killed.
+    which transformers and vLLM load with hadagen. The memory of one file of a
+    Llama-like MODEL is enough, and the same command continues a run that was
+    killed. Other models are in memory as a whole.
     """
     from hadagen.models.checkpoint import Checkpoint, convert
+    from hadagen.models.folding import Sizes
 
     ignored = (*Scheme.ignore, *ignore)
     scheme = Scheme(weights, _name(activations), _name(rotation), seed, ignored, cache=_name(cache))
@@ -110,7 +112,13 @@ def quantize(
         check_vocabulary(tokens, stored.config.get("vocab_size"))
         measure = partial(_calibrated, tokens, place, scheme)
     with keeping(), _calculating(place):
-        for file, is_kept in convert(model, out, scheme, device=place, progress=counted, calibrate=measure):
+        if Sizes.of(stored.config):
+            files = convert(model, out, scheme, device=place, progress=counted, calibrate=measure)
+        else:
+            from hadagen.integrations.transformers_folder import convert_any
+
+            files = convert_any(model, out, scheme, device=place, calibrate=measure)
+        for file, is_kept in files:
             say(f"{file}: {'kept' if is_kept else 'written'}", err=True)
     before, after = (sum(size for size, _ in each.states().values()) for each in (stored, Checkpoint(out)))
     say(f"{out} has {after / 1e6:.0f} MB of weights, in place of {before / 1e6:.0f} MB")
@@ -202,10 +210,11 @@ def _calibrated(
     from hadagen.models.gptq import round_weights
 
     model, found = _loaded(folder, device), dict[str, Any]()
-    if scheme.weights in GROUPS:
-        found |= round_weights(model, tokens, fold, partial(counted, doing="rounding"))
-    if scheme.activations == "fp8-tensor":
-        found |= input_scales(model, tokens, partial(counted, doing="calibrating"))
+    with _calculating(device, Exception):
+        if scheme.weights in GROUPS:
+            found |= round_weights(model, tokens, fold, partial(counted, doing="rounding"))
+        if scheme.activations == "fp8-tensor":
+            found |= input_scales(model, tokens, partial(counted, doing="calibrating"))
     return found
 
 

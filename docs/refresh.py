@@ -18,7 +18,7 @@ names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `d
 `data/humming_h200.csv` by `ci/race.py`. `data/row_tiles_h200.csv` has the times of rows with one scale in tiles of many
 shapes: medians of five replays of a CUDA graph, whose inputs come from memory for 512 rows and more, and the time in
 which PyTorch copies as many bytes. Our times of pitched rows come from the shipped bundle. Drawing needs
-matplotlib (pip install '.[docs]'); checking does not.
+matplotlib (pip install '.[docs]'); checking does not. `data/models.csv` is written by `tests/every_model.py`.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
 modules `refresh_*.py` make the parts.
@@ -43,7 +43,15 @@ from refresh_formats import (
     torchao_numbers,
 )
 from refresh_markdown import wrapped
-from refresh_models import attention_table, cache_table, checkpoint_table, models_table, read, weights_table
+from refresh_models import (
+    attention_table,
+    cache_table,
+    checkpoint_table,
+    models_table,
+    read,
+    types_numbers,
+    weights_table,
+)
 from refresh_other_tables import (
     between_table,
     call_table,
@@ -70,7 +78,7 @@ def generated() -> dict[Path, dict[str, str]]:
         files.FORMATS: {"attention": attention_table(), "cache": cache_table(), "models": models_table()},
         files.PROLOGUES: {"prologues": prologues_table(), "layer": layer_table()},
         files.FUSING: {"mlp": mlp_table()},
-        files.SERVE: {"decoder": decoder_table()},
+        files.SERVE: {"decoder": decoder_table(), "types": types_numbers()},
         files.CHECKPOINT_PAGE: {"checkpoint": checkpoint_table(), "weights": weights_table()},
         files.PERFORMANCE: {
             "libraries": numbers(times) if times else files.NO_DATA,

@@ -51,6 +51,8 @@ CHECKPOINT = DOCS / "data" / "checkpoint.json"
 # What `measure_weights.py` writes.
 WEIGHTS = DOCS / "data" / "weights.json"
 CHECKPOINT_PAGE = DOCS / "checkpoint.md"
+# What `tests/every_model.py` writes.
+TYPES = DOCS / "data" / "models.csv"
 ACTIVATIONS_PICTURE = DOCS / "assets" / "activations.svg"
 PICTURE = DOCS / "assets" / "speed.svg"
 README = DOCS.parent / "README.md"

@@ -94,7 +94,7 @@ PARTS = {
     "checkpoint.md": ("checkpoint", "weights"),
     "prologues.md": ("prologues", "layer"),
     "fusing.md": ("mlp",),
-    "serve.md": ("decoder",),
+    "serve.md": ("decoder", "types"),
     "performance.md": (
         "calls",
         "libraries",

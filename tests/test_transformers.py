@@ -304,8 +304,18 @@ def test_a_real_model_loses_as_little_as_the_example(tmp_path: Path, monkeypatch
 def test_models_that_cannot_be_rotated_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config_of("gemma2", query_pre_attn_scalar=16))
     model.save_pretrained(tmp_path / "gemma")
-    with pytest.raises(UsageError, match="model_type 'gemma2' cannot be quantized; choose one of llama, "):
-        load(tmp_path / "gemma", quantization_config=HadagenConfig())
+    for options, message in (
+        (
+            {"rotation": "quarot"},
+            "'gemma2' takes no rotation = 'quarot': a norm with factors of its own stands between",
+        ),
+        ({"rotation": "heads"}, "'gemma2' takes no rotation = 'heads': .*; use \"blocks\", or None"),
+        ({"cache": "int8"}, "cache = 'int8' is known for models with Llama's names alone; leave cache out"),
+        ({"ignore": ["fc1"]}, "ignore names 'fc1', which is no linear layer"),
+        ({"ignore": ["lm_head", *LAYERS]}, "Gemma2ForCausalLM has no linear layer that hadagen quantizes; load it as"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            load(tmp_path / "gemma", quantization_config=HadagenConfig(**options))
     with pytest.raises(UsageError, match=r"LlamaModel has no model\.embed_tokens\.weight; load it as a causal"):
         transformers.AutoModel.from_pretrained(folder, quantization_config=HadagenConfig())
     with pytest.raises(UsageError, match=r"dtype torch\.float64 cannot be quantized"):

@@ -1,5 +1,6 @@
 """Two-layer models of transformers with random weights, made within a test."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,3 +49,13 @@ def logits(model: Any) -> torch.Tensor:
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The root of the mean square of the difference, relative to what is expected."""
     return float((found - expected).norm() / expected.norm())
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer whose tokens are numbers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: at for at, word in enumerate(["?", *map(str, range(1, SIZES["vocab_size"]))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -145,6 +145,7 @@ TRANSFORMERS = Host(
                 "HfQuantizer._process_model_before_weight_loading(self, model, kwargs)",
                 "HfQuantizer._process_model_after_weight_loading(self, model, kwargs)",
             ),
+            "transformers.core_model_loading": ("revert_weight_conversion(model, state_dict)",),
             "transformers.quantizers.auto": ("register_quantization_config(method)", "register_quantizer(name)"),
         }
     ),

@@ -10,7 +10,9 @@ A program that loads such a folder imports this module first, because transforme
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +25,7 @@ from hadagen.integrations.host import TRANSFORMERS as HOST
 from hadagen.integrations.transformers_cache import quantize_cache
 from hadagen.models.folding import Sizes, planned
 from hadagen.models.layers import HELD, TYPES, QuantizedLinear, check_values, unmerged
+from hadagen.models.linears import check_scheme_of, known_sizes, planned_of
 from hadagen.models.modules import check, guard, insert, merge, place_rotations, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
 from hadagen.models.stored import NAMES, check_files, check_scheme, checksum_of
@@ -59,7 +62,8 @@ class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
     activations: "int8-row" or "fp8-row"; "auto" for that with the codes of the weights, which GPUs multiply fast, and
         for 4 bits "int8-row"; None for activations as they are.
     rotation: "quarot" for whole rows, "blocks", "heads" for those of the cache alone, or None. "auto" is "quarot" for
-        weights in integers; for FP8 weights "heads" with a cache in codes, else None.
+        weights in integers, or "blocks" where that is not possible; for FP8 weights "heads" with a cache in codes, else
+        None. The model's configuration has the one that was chosen.
     seed: of random signs.
     ignore: layers that are not quantized, by their names or the last components of their names.
     cache: the codes of keys and values in any cache: "int8", "fp8" or "int4"; None keeps their type.
@@ -98,6 +102,9 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
     is_trainable = False
     is_compileable = True
 
+    def __init__(self, quantization_config: Any, **options: Any) -> None:
+        super().__init__(copy.copy(quantization_config), **options)  # which may serve other models too
+
     def is_serializable(self) -> bool:
         return True
 
@@ -124,7 +131,10 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The tensors that `save_pretrained` writes. Their checksum goes into the configuration."""
         state = {name: each for name, each in unmerged(model).items() if name not in model.all_tied_weights_keys}
-        scheme = replace(self.quantization_config.scheme, checksum=checksum_of(state))
+        written = state
+        if getattr(model, "_weight_conversions", None):  # transformers gives files other tensors than models
+            written = HOST.get("transformers.core_model_loading:revert_weight_conversion")(model, dict(state))
+        scheme = replace(self.quantization_config.scheme, checksum=checksum_of(written))
         self.quantization_config._take(scheme)
         return state, {}
 
@@ -132,21 +142,31 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
         known = {name: each for name, each in model.config.to_dict().items() if name != "quantization_config"}
-        self._sizes, kind = Sizes.of(known), known["model_type"]
-        if self.pre_quantized:
-            scheme = self.quantization_config.scheme
-            check_scheme(scheme, self._sizes)
-            insert(model, scheme)
-            if checkpoint_files:
-                _check_all_are_used(model, check_files(checkpoint_files, self._sizes, kind, scheme))
-        elif self.quantization_config.activations == "fp8-tensor":
+        scheme, kind = self.quantization_config.scheme, known["model_type"]
+        if not self.pre_quantized and scheme.activations == "fp8-tensor":
             raise UsageError("fp8-tensor takes its scales from a text; use hadagen quantize with --calibrate")
+        self._llama = llama = Sizes.of(known)
+        self._sizes = llama or known_sizes(model, scheme)
+        if self.pre_quantized:
+            check_scheme(scheme, llama)
+            if llama is None:
+                check_scheme_of(model, scheme, self._sizes)
+            insert(model, scheme)
+            self._stored = check_files(checkpoint_files, llama, kind, scheme) if checkpoint_files else set()
+            if llama:
+                _check_all_are_used(model, self._stored)
+        elif llama:
+            check(model, llama, kind)
+            self.quantization_config._take(planned(scheme, llama))
         else:
-            check(model, self._sizes, kind)
-            self.quantization_config._take(planned(self.quantization_config.scheme, self._sizes))
-        # Now, because accelerate keeps the forward methods of layers when it spreads them over devices.
-        quantize_cache(model, self.quantization_config.scheme, self._sizes)
+            self.quantization_config._take(planned_of(model, scheme, self._sizes))
+        if llama:  # now, because accelerate keeps the forward methods of layers when it spreads them over devices
+            quantize_cache(model, self.quantization_config.scheme, llama)
         return model
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """How transformers brings the tensors of a folder to those of the model: codes and scales as weights."""
+        return of_codes(weight_conversions, model) if self.pre_quantized else weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if model._tp_size:
@@ -156,13 +176,51 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
                 raise _not_in_memory(f"{name} is not in memory")
         if self.pre_quantized:
             _check_all_are_loaded(model)
+            if not self._llama and not getattr(model, "_weight_conversions", None):
+                _check_all_are_used(model, self._stored)
         elif quantize(model, self.quantization_config.scheme, self._sizes):
             model.config.tie_word_embeddings = False
             model.all_tied_weights_keys = {}
-        guard(model, self.quantization_config.scheme)
-        merge(model)
+        if not self.pre_quantized:
+            model._weight_conversions = of_codes(getattr(model, "_weight_conversions", None) or [], model)
+        if self._sizes:
+            guard(model, self.quantization_config.scheme, self._sizes.family)
+        if self._llama:
+            merge(model)
         place_rotations(model)
         return model.requires_grad_(False)
+
+
+_PER_ROW = ("MergeModulelist", "SplitModulelist", "Concatenate", "Chunk", "Split")  # which move whole rows of weights
+_END = re.compile(r"(\\?\.(weight)?|_bias)$")  # of a pattern, behind the name of a layer
+
+
+def of_codes(conversions: Iterable[Any], model: Any) -> list[Any]:
+    """The conversions of transformers between the tensors of folders and of a model, for a model with codes.
+
+    Those that rename weights or move rows are made for scales too. Others of weights with codes are left out: such
+    weights are stored as they are in memory.
+    """
+    layers = "\n".join(name for name, each in model.named_modules() if isinstance(each, QuantizedLinear))
+    made: list[Any] = []
+    for each in conversions:
+        sources, targets = ([*getattr(each, f"_original_{of}_patterns")] for of in ("source", "target"))
+        if not hasattr(each, "operations"):
+            made.append(each)
+            if all(name.endswith(".weight") for name in (*sources, *targets)):
+                made.append(each.copy(_ending(sources, "_scale"), _ending(targets, "_scale")))
+        elif not any(re.search(f"{_END.sub('', name)}$", layers, re.MULTILINE) for name in targets):
+            made.append(each)
+        elif all(type(step).__name__ in _PER_ROW for step in each.operations):
+            of_layers = [_END.sub("", name) for name in targets]
+            parts = {".bias": ""} if targets[0].endswith("_bias") else {".weight": "", ".weight_scale": "_scale"}
+            for part, end in parts.items():
+                made.append(each.copy(_ending(sources, end), _ending(of_layers, part), operations=each.operations))
+    return made
+
+
+def _ending(patterns: list[str], end: str) -> list[str]:
+    return [f"{each}{end}" for each in patterns]
 
 
 def _check_all_are_used(model: Any, names: set[str]) -> None:
@@ -182,18 +240,16 @@ def _check_all_are_loaded(model: Any) -> None:
 
     A layer behind the model, such as a classifier's, may be new.
     """
-    base = getattr(model, model.base_model_prefix, model)
-    for name, each in [*base.named_parameters(), *(("lm_head.weight", e) for e in _last(model))]:
+    prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
+    base = model.get_submodule(prefix)
+    head = getattr(model, "lm_head", None)
+    last = [] if head is None else [(f"lm_head.{name}", each) for name, each in head.named_parameters()]
+    for name, each in [*base.named_parameters(prefix), *last]:
         if not getattr(each, "_is_hf_initialized", False):
             raise UsageError(f"{name} is not among the stored tensors, or has another shape there; take a whole folder")
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
             check_values(f"{name}.", {held: getattr(layer, held) for held in HELD})
-
-
-def _last(model: Any) -> list[torch.nn.Parameter]:
-    head = getattr(model, "lm_head", None)
-    return [] if head is None else [head.weight]
 
 
 def _not_in_memory(why: str) -> UsageError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hadagen.errors import StorageError, UsageError, shortened, shown
 from hadagen.models.folding import EMBEDDING, HEAD, Folding, Get, Sizes, finite, planned, vocabulary_of
 from hadagen.models.json_file import read_json, write_json
 from hadagen.models.layers import codes_of
-from hadagen.models.output import output
+from hadagen.models.output import Output, output
 from hadagen.models.scheme import GROUPS, Scheme
 from hadagen.models.stored import CONFIG, UNFINISHED, Kind, check_is_whole, checksum_of_files, opened
 
@@ -93,6 +94,11 @@ class Checkpoint:
             found.setdefault(file, []).append(name)
         return dict(sorted(found.items()))
 
+    def targets(self, scheme: Scheme) -> dict[str, str]:
+        """File → the file of the new model, which has another one for the scales of activations "fp8-tensor"."""
+        has_scales = scheme.activations == "fp8-tensor"
+        return {file: FIRST_OF_TWO if has_scales and file == ONE_FILE else file for file in self.shards()}
+
     def paths(self) -> list[Path]:
         """Its files of tensors."""
         return [self.folder / file for file in self.shards()]
@@ -147,20 +153,11 @@ def convert(
     Raises `UsageError` for a model that cannot be quantized, and a folder that holds anything else; `StorageError` for
     files that cannot be read or written, and a folder to which another process writes.
     """
-    _check_calibration(scheme, calibrate is not None)
-    has_scales = scheme.activations == "fp8-tensor"
     stored = Checkpoint(source)
+    check_places(stored, folder, scheme, calibrate is not None)
     folding = _folding(stored, scheme, device)
-    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(source)):
-        raise UsageError(f"{folder} lies in {source}, the model to quantize; name a folder outside of it")
-    if has_scales and SCALES in stored.files.values():
-        raise UsageError(f"{source} has {SCALES}, which quantize writes; rename it, and in {INDEX} too")
-    plan: dict[str, Any] = {"scheme": folding.scheme.to_dict(), "config": stored.config, "files": stored.states()}
-    if calibrate and not has_scales:
-        plan["is_calibrated"] = True
-    targets = {file: FIRST_OF_TWO if has_scales and file == ONE_FILE else file for file in stored.shards()}
-    others = dict(_others(source))
-    with output(folder, plan, {*targets.values(), *others, SCALES, INDEX, CONFIG}) as out:
+    targets = stored.targets(scheme)
+    with writing(stored, folder, folding.scheme, calibrate is not None) as out:
         files: dict[str, str] = {}
         for file, names in stored.shards().items():
             target = targets[file]
@@ -173,22 +170,57 @@ def convert(
                 del made
             files |= dict.fromkeys(written, target)
             yield target, kept is not None
-        config = _config(stored, folding)
-        if calibrate:
-            with out.beside({*files.values()}) as place:
-                _complete(place, config, replace(folding.scheme, activations=None), files)  # to measure with
-                # If that fails, another text or device may go on.
-                found = calibrate(place, lambda name: finite(name, folding.fold(name, stored.get)))
-            for target in sorted({files[name] for name in found if name in files}):
-                out.save(target, {name: found.pop(name, tensor) for name, tensor in _read(folder / target).items()})
-                yield target, False
-            if found:
-                files |= dict.fromkeys(out.save(SCALES, found), SCALES)
-                yield SCALES, False
-        for name, path in others.items():
-            out.copy(path, name)
-        _complete(folder, config, folding.scheme, files)
-        out.finish()
+        fold = lambda name: finite(name, folding.fold(name, stored.get))  # noqa: E731
+        yield from finish(out, stored, _config(stored, folding), folding.scheme, files, calibrate, fold)
+
+
+def check_places(stored: Checkpoint, folder: Path, scheme: Scheme, is_calibrated: bool) -> None:
+    """Raise `UsageError` for a folder in the model's, and for what a text calibrates without one, or the reverse."""
+    _check_calibration(scheme, is_calibrated)
+    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(stored.folder)):
+        raise UsageError(f"{folder} lies in {stored.folder}, the model to quantize; name a folder outside of it")
+    if scheme.activations == "fp8-tensor" and SCALES in stored.files.values():
+        raise UsageError(f"{stored.folder} has {SCALES}, which quantize writes; rename it, and in {INDEX} too")
+
+
+@contextmanager
+def writing(stored: Checkpoint, folder: Path, scheme: Scheme, is_calibrated: bool) -> Iterator[Output]:
+    """The folder of the new model, locked."""
+    plan: dict[str, Any] = {"scheme": scheme.to_dict(), "config": stored.config, "files": stored.states()}
+    if is_calibrated and scheme.activations != "fp8-tensor":
+        plan["is_calibrated"] = True
+    names = {*stored.targets(scheme).values(), *dict(_others(stored.folder)), SCALES, INDEX, CONFIG}
+    with output(folder, plan, names) as out:
+        yield out
+
+
+def finish(
+    out: Output,
+    stored: Checkpoint,
+    config: dict[str, Any],
+    scheme: Scheme,
+    files: dict[str, str],
+    calibrate: Calibrate | None,
+    fold: Callable[[str], torch.Tensor],
+) -> Iterator[tuple[str, bool]]:
+    """Write what a text calibrates, what is copied, and config.json last.
+
+    config: of the new model. files: tensor → the file that has it. fold: returns a tensor of the rotated model.
+    """
+    if calibrate:
+        with out.beside({*files.values()}) as place:
+            _complete(place, config, replace(scheme, activations=None), files)  # to measure with
+            found = calibrate(place, fold)  # if that fails, another text or device may go on
+        for target in sorted({files[name] for name in found if name in files}):
+            out.save(target, {name: found.pop(name, tensor) for name, tensor in _read(out.folder / target).items()})
+            yield target, False
+        if found:
+            files |= dict.fromkeys(out.save(SCALES, found), SCALES)
+            yield SCALES, False
+    for name, path in _others(stored.folder):
+        out.copy(path, name)
+    _complete(out.folder, config, scheme, files)
+    out.finish()
 
 
 def _check_calibration(scheme: Scheme, is_given: bool) -> None:
@@ -213,6 +245,11 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 def _folding(stored: Checkpoint, scheme: Scheme, device: torch.device | str) -> Folding:
     """How the tensors of a model are rotated. Raises what `convert` raises for a model that cannot be quantized."""
     sizes = Sizes.of(stored.config)
+    if sizes is None:
+        raise UsageError(
+            f"model_type {shown(stored.config.get('model_type'))} has no names that hadagen knows; quantize it by "
+            "from_pretrained of transformers, with a HadagenConfig"
+        )
     embedding, rows = stored.get(EMBEDDING).shape, vocabulary_of(stored.config)
     if embedding != (rows, sizes.width):
         raise UsageError(
@@ -227,7 +264,7 @@ def _folding(stored: Checkpoint, scheme: Scheme, device: torch.device | str) -> 
 
 def _config(stored: Checkpoint, folding: Folding) -> dict[str, Any]:
     """The configuration of the new model, without its quantization_config."""
-    config = stored.config | {"tie_word_embeddings": folding.sizes.tied and not folding.is_untied}
+    config = stored.config | {"tie_word_embeddings": folding.is_tied and not folding.is_untied}
     if not config.get("dtype") and not config.get("torch_dtype"):  # else it would be taken from codes
         config["dtype"] = str(stored.get(EMBEDDING).dtype).removeprefix("torch.")
     return config

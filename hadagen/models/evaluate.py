@@ -126,7 +126,7 @@ def measured(model: Any, windows: torch.Tensor, progress: Progress = iter) -> Fi
 
     Raises `UsageError` if the tokens are not of the model's vocabulary.
     """
-    check_vocabulary(windows, model.config.vocab_size)
+    check_vocabulary(windows, model.config.get_text_config().vocab_size)
     losses, tops = [], []
     for window in progress(list(windows.to(model.device))):
         with torch.no_grad():

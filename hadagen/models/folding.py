@@ -9,14 +9,17 @@ in each pass and changes no weight: q · kᵀ stays as it is if both are rotated
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from hadagen.errors import UsageError, choice, shown
 from hadagen.models.cache import HeadCodes
+from hadagen.models.families import LLAMA, Family
 from hadagen.models.scheme import LAYERS, METHOD, Online, Scheme
 from hadagen.runtime.checks import plain
 from hadagen.runtime.rotation import Rotation
@@ -24,11 +27,7 @@ from hadagen.runtime.rotation import Rotation
 Get = Callable[[str], torch.Tensor]  # the tensor of a name
 
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-# The norm before each layer that reads the residual stream.
-NORMS = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
-}
+_LAYER = re.compile(r"(model\.layers\.\d+)\.(.+)")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MOST_OF_A_BLOCK = 128
 _MOST = 1 << 31  # no size of a model is that large
@@ -75,20 +74,35 @@ class Sizes:
     kv_heads: int
     head: int
     tied: bool
+    family: Family = LLAMA
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Sizes:
-        """The sizes in a `config.json`. Raises `UsageError` for a model that cannot be rotated."""
-        kind = config.get("model_type")
-        if kind not in MODEL_TYPES:
-            known = ", ".join(MODEL_TYPES)  # another architecture is no misspelling of one of these
-            raise UsageError(f"model_type {shown(kind)} cannot be quantized; choose one of {known}")
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise UsageError(f"hidden_act {shown(config['hidden_act'])} cannot be quantized; only silu can")
+    def of_model(cls, config: Any, family: Family) -> Sizes:
+        """Those of the configuration of a model in memory, which has every size. family: of its `model_type`."""
+        heads = config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=heads,
+            kv_heads=config.num_key_value_heads or heads,
+            head=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            tied=config.tie_word_embeddings,
+            family=family,
+        )
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Sizes | None:
+        """The sizes in a `config.json`; None for another architecture than Llama's, of which nothing needs to be known.
+
+        Raises `UsageError` for a model that is quantized already, or has impossible sizes.
+        """
         if given := config.get("quantization_config"):
             method = given.get("quant_method") if isinstance(given, Mapping) else given
             by = "" if method == METHOD else f" by {shown(method)}"
             raise UsageError(f"the model is quantized already{by}; name one with weights of 16 or 32 bits")
+        if config.get("model_type") not in MODEL_TYPES or config.get("hidden_act", "silu") not in ("silu", "swish"):
+            return None
         width, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         return cls(
             layers=_size(config, "num_hidden_layers"),
@@ -154,9 +168,9 @@ def _is_tied(config: Mapping[str, Any]) -> bool:
 def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
     """The scheme with the rotations that run in each pass of a model of these sizes.
 
-    A block has the largest power of two up to 128 that divides the input. Raises `UsageError` if there is no rotation
-    of such rows, and for a name in `ignore` that is no layer of the model.
+    Raises `UsageError` if there is no rotation of such rows, and for a name in `ignore` that is no layer of the model.
     """
+    scheme = replace(scheme.resolved(is_foldable=True), layers=LAYERS)
     for name in scheme.ignore:
         if name != "lm_head" and not sizes.is_linear(name):
             raise UsageError(f"ignore names {shown(name)}, which is no linear layer; {choice(name, LAYERS)}")
@@ -166,17 +180,32 @@ def planned(scheme: Scheme, sizes: Sizes) -> Scheme:
     if scheme.rotation == "quarot":
         online = {"down_proj": Online(sizes.inner)}
     elif scheme.rotation == "blocks":
-        online = {name: Online(n, min(n & -n, _MOST_OF_A_BLOCK)) for name, n in sizes.inputs().items()}
+        online = {name: Online(n, block_of(n)) for name, n in sizes.inputs().items()}
     if scheme.rotation == "quarot":
-        _check_rotation("hidden_size", sizes.width, "the residual stream", "blocks")
-        _check_rotation("intermediate_size", sizes.inner, "the input of down_proj", "blocks")
-    if scheme.rotates_values:
-        is_needed = scheme.cache or scheme.rotation == "heads"
-        _check_rotation("head_dim", sizes.head, "a head of v_proj", "none" if is_needed else "blocks")
-    return replace(scheme, online=online, head=sizes.head if scheme.rotates_values else None)
+        check_rotation("intermediate_size", sizes.inner, "the input of down_proj", "blocks")
+    return replace(scheme, online=online, head=head_of(scheme, sizes))
 
 
-def _check_rotation(name: str, n: int, what: str, other: str) -> None:
+def head_of(scheme: Scheme, sizes: Sizes) -> int | None:
+    """The length of heads, if those of values are rotated.
+
+    Raises `UsageError` if a rotation of the scheme is not possible for heads, or for the residual stream.
+    """
+    if scheme.rotation == "quarot":
+        check_rotation("hidden_size", sizes.width, "the residual stream", "blocks")
+    if not scheme.rotates_values:
+        return None
+    is_needed = scheme.cache or scheme.rotation == "heads"
+    check_rotation("head_dim", sizes.head, "a head of v_proj", "none" if is_needed else "blocks")
+    return sizes.head
+
+
+def block_of(n: int) -> int:
+    """The elements of a block of an input of n: the largest power of two up to 128 that divides n."""
+    return min(n & -n, _MOST_OF_A_BLOCK)
+
+
+def check_rotation(name: str, n: int, what: str, other: str) -> None:
     """Raises `UsageError` if there is no rotation of n elements. other: a rotation of the model that is possible."""
     try:
         Rotation(n)
@@ -190,30 +219,40 @@ def _check_rotation(name: str, n: int, what: str, other: str) -> None:
 class Folding:
     """The tensors of a rotated model.
 
-    scheme: with the rotations of `planned`. device: where tensors are rotated. Raises `UsageError` if there is no
-    rotation of the sizes of the model.
+    scheme: with its rotations. sizes: None for a model of which only inputs of layers are rotated, in each pass.
+    device: where tensors are rotated. Raises `UsageError` if there is no rotation of the sizes of the model.
     """
 
-    def __init__(self, scheme: Scheme, sizes: Sizes, device: torch.device | str = "cpu") -> None:
+    def __init__(self, scheme: Scheme, sizes: Sizes | None, device: torch.device | str = "cpu") -> None:
         self.scheme, self.sizes, self.device = scheme, sizes, device
-        self._online = {name: each.rotation().to(device) for name, each in scheme.online.items()}
+        self.family = Family() if sizes is None else sizes.family
+        self._rotation_of = cache(lambda online: online.rotation().to(device))
         self._whole = scheme.rotation == "quarot"
+        self._r2: Rotation | None = None
+        if sizes is None:
+            return
         if self._whole:
             generator = torch.Generator().manual_seed(scheme.seed)
             signs = 1 - 2 * torch.randint(0, 2, (sizes.width,), generator=generator)
             self._r1 = Rotation(sizes.width, signs=signs).to(device)
-        self._r2 = Rotation(sizes.head).to(device) if scheme.rotates_values else None
+        if scheme.rotates_values:
+            self._r2 = Rotation(sizes.head).to(device)
 
     @property
     def is_untied(self) -> bool:
         """Whether the rotated model needs a last layer of its own, which the model as it is does not have."""
-        return self._whole and self.sizes.tied
+        return self._whole and self.is_tied
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the model as it is has its embedding as the last layer too."""
+        return self.sizes is not None and self.sizes.tied
 
     def made_of(self, name: str) -> list[str]:
         """The tensors of the rotated model that are made of a stored tensor. Factors of norms are read besides."""
         if name == EMBEDDING and self.is_untied:
             return [EMBEDDING, HEAD]
-        if name == HEAD and self.sizes.tied:  # some checkpoints store the embedding twice
+        if name == HEAD and self.is_tied:  # some checkpoints store the embedding twice
             return []
         return [name]
 
@@ -222,47 +261,83 @@ class Folding:
 
         get: returns a tensor of the model as it is. Raises what it raises for the name of a missing tensor.
         """
-        source = EMBEDDING if name == HEAD and self.sizes.tied else name
-        module, _, part = name.rpartition(".")
-        short = module.rpartition(".")[2]
+        source = EMBEDDING if name == HEAD and self.is_tied else name
+        tensor, (module, is_bias) = get(source), module_of(name)
+        _, path = place_of(module)
         if self._whole:
-            if name == LAST_NORM or short in NORMS.values():
-                return torch.ones_like(get(name))
+            if name == LAST_NORM or path in self.family.norms:
+                return torch.full_like(tensor, 1 - self.family.offset)
             if name == EMBEDDING:
-                return self._r1(self._wide(get, name))  # type: ignore[no-any-return]
+                return self._r1(self._wide(tensor))  # type: ignore[no-any-return]
             if name == HEAD:
-                return self._r1.fold_into(self._wide(get, source) * self._wide(get, LAST_NORM), "input")  # type: ignore[return-value]
-        if short not in LAYERS or part not in ("weight", "bias"):
-            return get(source)
-        if part == "bias":
-            return self._bias(short, name, get)
-        return self._weight(module, short, get)
+                return _into(self._r1, self._wide(tensor) * self._factors(LAST_NORM, get), "input")
+        if not self._changes(module):
+            return tensor
+        if is_bias:
+            return self.bias(module, tensor)
+        if self.family.is_transposed and name == module:
+            return self.weight(module, tensor.mT, get).mT
+        return self.weight(module, tensor, get)
 
-    def _weight(self, module: str, short: str, get: Get) -> torch.Tensor:
-        weight = self._wide(get, f"{module}.weight")
-        if self._whole:
-            if short in NORMS:
-                layer = module.rpartition(".")[0].rpartition(".")[0]
-                weight = _into(self._r1, weight * self._wide(get, f"{layer}.{NORMS[short]}.weight"), "input")
-            if short in ("o_proj", "down_proj"):
-                weight = _into(self._r1, weight, "output")
-        if self._r2 and short == "v_proj":
-            weight = _into(self._r2, weight.reshape(-1, self.sizes.head, weight.shape[1]), "output").flatten(0, 1)
-        elif self._r2 and short == "o_proj":
-            weight = _into(self._r2, weight.reshape(len(weight), -1, self.sizes.head), "input").flatten(1)
-        if self.scheme.online_of(module):
-            weight = _into(self._online[short], weight, "input")
-        return weight
+    def _changes(self, module: str) -> bool:
+        """Whether a rotation changes a linear layer."""
+        path = place_of(module)[1]
+        is_turned = self._whole and (path in self.family.readers or path in self.family.writers)
+        of_heads = self._r2 is not None and path in (self.family.values, self.family.outputs)
+        return is_turned or of_heads or self.scheme.online_of(module) is not None
 
-    def _bias(self, short: str, name: str, get: Get) -> torch.Tensor:
-        if self._r2 and short == "v_proj":
-            return self._r2(self._wide(get, name).reshape(-1, self.sizes.head)).flatten()  # type: ignore[no-any-return]
-        if self._whole and short in ("o_proj", "down_proj"):
-            return self._r1(self._wide(get, name))  # type: ignore[no-any-return]
-        return get(name)
+    def weight(self, module: str, weight: torch.Tensor, get: Get) -> torch.Tensor:
+        """The weight [..., out, in] of a linear layer of the rotated model, float32."""
+        folded = self._wide(weight)
+        layer, path = place_of(module)
+        if self._whole and (norm := self.family.readers.get(path)):
+            folded = _into(self._r1, folded * self._factors(f"{layer}.{norm}.weight", get), "input")
+        if self._whole and path in self.family.writers:
+            folded = _into(self._r1, folded, "output")
+        if self._r2 and path == self.family.values:
+            rest, heads = self._heads(folded)
+            folded = torch.cat((rest, _into(self._r2, heads, "output").flatten(0, 1)))
+        elif self._r2 and path == self.family.outputs:
+            folded = _into(self._r2, folded.reshape(len(folded), -1, self._r2.n), "input").flatten(1)
+        if online := self.scheme.online_of(module):
+            folded = _into(self._rotation_of(online), folded, "input")
+        return folded
 
-    def _wide(self, get: Get, name: str) -> torch.Tensor:
-        return get(name).detach().to(self.device, torch.float32)
+    def bias(self, module: str, bias: torch.Tensor) -> torch.Tensor:
+        """The bias [..., out] of a linear layer of the rotated model, float32 if it is another."""
+        path = place_of(module)[1]
+        if self._r2 and path == self.family.values:
+            rest, heads = self._heads(self._wide(bias))
+            return torch.cat((rest, self._r2(heads).flatten()))
+        if self._whole and path in self.family.writers:
+            return self._r1(self._wide(bias))  # type: ignore[no-any-return]
+        return bias
+
+    def _heads(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows before the heads of values, and these, [heads, head, ...]."""
+        assert self.sizes is not None
+        first = len(tensor) - self.sizes.kv_heads * self.sizes.head
+        return tensor[:first], tensor[first:].reshape(-1, self.sizes.head, *tensor.shape[1:])
+
+    def _factors(self, norm: str, get: Get) -> torch.Tensor:
+        return self._wide(get(norm)) + self.family.offset
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.device, torch.float32)
+
+
+def module_of(name: str) -> tuple[str, bool]:
+    """The linear layer of a tensor, and whether this is its bias. A packed weight of experts is a layer by its name."""
+    for end, is_bias in ((".weight", False), (".bias", True), ("_bias", True)):
+        if name.endswith(end):
+            return name.removesuffix(end), is_bias
+    return name, False
+
+
+def place_of(module: str) -> tuple[str, str]:
+    """The decoder layer in which a module lies, and its name in it. Both are empty if it lies in none."""
+    found = _LAYER.match(module)
+    return (found[1], found[2]) if found else ("", "")
 
 
 def finite(name: str, tensor: torch.Tensor) -> torch.Tensor:

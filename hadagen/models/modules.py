@@ -1,4 +1,4 @@
-"""Quantized layers in place of the linear layers of a model in memory, whose modules have the names of Llama's."""
+"""Quantized layers in place of the linear layers of a model in memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from hadagen.errors import UsageError
-from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, NORMS, Folding, Sizes, finite
+from hadagen.models.experts import QuantizedExperts, StackedLinear
+from hadagen.models.families import Family
+from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, Folding, Sizes, finite, module_of, place_of
 from hadagen.models.layers import QuantizedLinear, QuantizedMLP
-from hadagen.models.scheme import LAYERS, Scheme
+from hadagen.models.linears import Linear, linears
+from hadagen.models.scheme import Scheme
 from hadagen.models.stored import check_is_whole, kinds_of
 from hadagen.runtime.rotation import Rotation
 
@@ -33,37 +36,43 @@ def insert(model: torch.nn.Module, scheme: Scheme) -> None:
     """
     if scheme.rotation == "quarot":
         _check_is_causal(model)
-    for name, layer in _linears(model, scheme):
-        is_biased, like = layer.bias is not None, layer.weight
-        sizes = layer.in_features, layer.out_features
-        made = QuantizedLinear(name, scheme, *sizes, bias=is_biased, device=like.device, dtype=like.dtype)
-        model.set_submodule(name, made)
+    for name, layer in _linears(model, scheme).items():
+        weight, bias = layer.weight, layer.bias
+        options: dict[str, Any] = {"bias": bias is not None, "device": weight.device, "dtype": weight.dtype}
+        *count, outputs, inputs = weight.shape
+        kind: Any = StackedLinear if layer.part else QuantizedLinear
+        _put(model, name, layer, kind(name, scheme, *count, inputs, outputs, **options))
 
 
-def quantize(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> bool:
+def quantize(model: torch.nn.Module, scheme: Scheme, sizes: Sizes | None) -> bool:
     """Rotate and quantize the weights of a model, one layer after the other, each on the device where it is.
 
-    scheme: with the rotations of `planned`. Returns whether a last layer that was tied to the embedding is a tensor of
-    its own now. Raises `UsageError` if the model has no last layer, or other names than Llama's.
+    scheme: with the rotations of `planned`, or of `planned_of`. sizes: of a model whose architecture is known.
+
+    Returns whether a last layer that was tied to the embedding is a tensor of its own now. Raises `UsageError` if the
+    model has no last layer, or other names than Llama's.
     """
-    names = [name for name, _ in model.named_parameters()]
-    _check_is_causal(model)
-    is_tied = model.get_parameter(HEAD) is model.get_parameter(EMBEDDING)
-    sizes = replace(sizes, tied=is_tied)
+    names = [name for name, _ in model.named_parameters()] if sizes else []  # without, only inputs are rotated
+    is_tied = False
+    if sizes:
+        _check_is_causal(model)
+        is_tied = model.get_parameter(HEAD) is model.get_parameter(EMBEDDING)
+        sizes = replace(sizes, tied=is_tied)
     folding_on = cache(lambda device: Folding(scheme, sizes, device))
     factors = {name: each.data for name, each in model.named_parameters() if each.dim() == 1}  # norms change on the way
 
     def get(name: str) -> torch.Tensor:
         return factors[name] if name in factors else model.get_parameter(name).data
 
-    linears = dict(_linears(model, scheme))
-    for name, layer in linears.items():
+    found = _linears(model, scheme)
+    for name, layer in found.items():
         folding = folding_on(layer.weight.device)
-        weight = finite(f"{name}.weight", folding.fold(f"{name}.weight", get))
-        bias = None if layer.bias is None else folding.fold(f"{name}.bias", get).to(layer.bias.dtype)
-        model.set_submodule(name, QuantizedLinear.of(name, scheme, weight, bias))
+        weight = finite(f"{name}.weight", folding.weight(name, layer.weight.data, get))
+        bias = None if layer.bias is None else folding.bias(name, layer.bias.data).to(layer.bias.dtype)
+        kind = StackedLinear if layer.part else QuantizedLinear
+        _put(model, name, layer, kind.of(name, scheme, weight, bias))
     for name in names:
-        if name.rpartition(".")[0] in linears:  # done above
+        if module_of(name)[0] in found:  # done above
             continue
         stored = get(name)
         folding = folding_on(stored.device)
@@ -73,6 +82,22 @@ def quantize(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> bool:
             module, _, part = changed.rpartition(".")
             setattr(model.get_submodule(module), part, torch.nn.Parameter(tensor, requires_grad=False))
     return is_tied and scheme.rotation == "quarot"
+
+
+def _linears(model: torch.nn.Module, scheme: Scheme) -> dict[str, Linear]:
+    return {name: layer for name, layer in linears(model).items() if scheme.is_quantized(name)}
+
+
+def _put(model: torch.nn.Module, name: str, layer: Linear, made: Any) -> None:
+    """Put a layer with codes, or a stack of them, in place of a layer or a packed weight."""
+    if not layer.part:
+        model.set_submodule(name, made)
+        return
+    place = name.rpartition(".")[0]
+    if not isinstance(model.get_submodule(place), QuantizedExperts):
+        model.set_submodule(place, QuantizedExperts(layer.module))
+    experts: Any = model.get_submodule(place)
+    experts.take(layer.part, made)
 
 
 def _check_is_causal(model: torch.nn.Module) -> None:
@@ -117,20 +142,23 @@ class RotatedEmbedding(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         _refuse_parametrizations(self)
-        return embedding(tokens, self.weight, self.padding_idx)
+        found = embedding(tokens, self.weight, self.padding_idx)
+        scale = getattr(self, "embed_scale", None)  # as in Gemma
+        return found if scale is None else found * scale.to(found.dtype)
 
 
-def guard(model: torch.nn.Module, scheme: Scheme) -> None:
+def guard(model: torch.nn.Module, scheme: Scheme, family: Family) -> None:
     """Let what rotations have changed refuse the adapters and embeddings of the original model."""
     whole = scheme.rotation == "quarot"
-    turned = LAYERS if whole else ("v_proj", "o_proj") if scheme.rotates_values else ()
+    turned = {family.values, family.outputs} if scheme.rotates_values else set()
+    turned |= {*family.readers, *family.writers} if whole else set()
     for name, layer in model.named_modules():
-        short = name.rpartition(".")[2]
-        if isinstance(layer, torch.nn.Linear) and (short in turned or (whole and f"{name}.weight" == HEAD)):
+        path = place_of(name)[1]
+        if isinstance(layer, torch.nn.Linear) and (path in turned or (whole and f"{name}.weight" == HEAD)):
             layer.__class__ = RotatedLinear  # type: ignore[assignment]
         elif whole and f"{name}.weight" == EMBEDDING:
             layer.__class__ = RotatedEmbedding
-        elif not (whole and (short in NORMS.values() or f"{name}.weight" == LAST_NORM)):
+        elif not (whole and (path in family.norms or f"{name}.weight" == LAST_NORM)):
             continue
         layer.register_load_state_dict_pre_hook(_refuse_copies)
     if whole:
@@ -169,8 +197,3 @@ def place_rotations(model: torch.nn.Module) -> None:
         for rotation in layer.children():
             if isinstance(rotation, Rotation):
                 rotation.to(next(layer.parameters()).device)
-
-
-def _linears(model: torch.nn.Module, scheme: Scheme) -> list[tuple[str, torch.nn.Linear]]:
-    found = [(name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
-    return [(name, layer) for name, layer in found if scheme.is_quantized(name)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError, choice, shown
@@ -17,9 +17,10 @@ WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row", "int4": "int8-row", "int4-row":
 GROUPS = {"int4": 128, "int4-row": None}  # of weights of 4 bits: the most elements of a row with one scale; None: all
 ACTIVATIONS = ("int8-row", "fp8-row", "fp8-tensor", None)
 ROTATIONS = ("quarot", "blocks", "heads", None)
+AUTO = "auto"  # a rotation that is chosen when the model is known
 # The same for keys and values in a cache, where each head of a token is a row.
 CACHES = {"int8": "int8-row", "fp8": "fp8-row", "int4": "int4-row"}
-# The linear layers that are quantized, by the last component of their names.
+# The linear layers of Llama-like models that are quantized, by the last component of their names.
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -48,11 +49,11 @@ class Scheme:
         and the codes of the weights, because GPUs multiply codes of the same type; for 4 bits, "int8-row".
     rotation: "quarot": the residual stream, the heads of values, and the inputs of down_proj are rotated in whole rows.
         "blocks": the inputs of each layer are rotated in blocks. "heads": the heads of values alone. None: nothing is
-        rotated. "auto" becomes "quarot" for weights in integers; for FP8 weights, which gain nothing by it, "heads"
-        with a cache in codes, else None.
+        rotated. "auto" becomes one of these in `resolved`.
     seed: of the random signs of the rotation of the residual stream.
     ignore: layers that are not quantized, by their names, or by the last components of their names.
-    online: the layers whose inputs are rotated in each pass, by the last components of their names.
+    online: the layers whose inputs are rotated in each pass, by their names or the last components of their names.
+    layers: the linear layers that have codes, by the last components of their names.
     head: the length of the heads of values, if a rotation of them is folded into the weights of a checkpoint.
     checksum: of the tensors of a checkpoint, by which changes are noticed.
     cache: the codes of keys and values in a cache, with a scale for each head of a token: "int8", "fp8" or "int4"; None
@@ -71,6 +72,7 @@ class Scheme:
     cache: str | None = None
     head: int | None = None
     checksum: int | None = None
+    layers: tuple[str, ...] = LAYERS
 
     def __post_init__(self) -> None:
         _check_choice("weights", self.weights, WEIGHTS)
@@ -78,18 +80,17 @@ class Scheme:
         if self.activations == "auto":
             object.__setattr__(self, "activations", WEIGHTS[self.weights])
         _check_choice("activations", self.activations, ACTIVATIONS)
-        if self.rotation == "auto":
-            of_fp8 = "heads" if self.cache else None
-            object.__setattr__(self, "rotation", of_fp8 if self.weights == "fp8" else "quarot")
-        _check_choice("rotation", self.rotation, ROTATIONS)
+        if self.rotation != AUTO:
+            _check_choice("rotation", self.rotation, ROTATIONS)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
             raise UsageError(f"seed = {shown(self.seed)} is not possible; pass an integer from 0 to 2^63 - 1")
         if self.head is not None and (type(self.head) is not int or self.head < 1):
             raise UsageError(f"head = {shown(self.head)} is no length of heads; take the one that hadagen wrote")
-        given: Any = self.ignore
-        if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(e, str) for e in given):
-            raise UsageError(f'ignore = {shown(given)} is no list of names of layers; pass one such as ["lm_head"]')
-        object.__setattr__(self, "ignore", tuple(given))
+        for name in ("ignore", "layers"):
+            given: Any = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(e, str) for e in given):
+                raise UsageError(f'{name} = {shown(given)} is no list of names of layers; pass one such as ["lm_head"]')
+            object.__setattr__(self, name, tuple(given))
 
     @classmethod
     def from_dict(cls, data: Any) -> Scheme:
@@ -109,12 +110,18 @@ class Scheme:
             raise UsageError(f"quantization_config has {unknown[0]}, which is not known; remove it, or update hadagen")
         if "online" in known:
             known["online"] = _online(known["online"])
-        return cls(**known)
+        made = cls(**known)
+        for name in made.online:
+            if name.rpartition(".")[2] not in made.layers:
+                others = choice(name, made.layers)
+                raise UsageError(f"online names the layer {shown(name)}, which is not known; {others}")
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """The `quantization_config` of a checkpoint, as data for JSON."""
         online = {name: {"n": each.n, "block": each.block} for name, each in self.online.items()}
-        return {
+        layers = {} if self.layers == LAYERS else {"layers": list(self.layers)}
+        return layers | {
             "quant_method": METHOD,
             "version": VERSION,
             "weights": self.weights,
@@ -127,6 +134,17 @@ class Scheme:
             "head": self.head,
             "checksum": self.checksum,
         }
+
+    def resolved(self, is_foldable: bool) -> Scheme:
+        """The scheme with a rotation in place of "auto". is_foldable: whether "quarot" is possible.
+
+        FP8 weights gain nothing by a rotation, but a cache does.
+        """
+        if self.rotation != AUTO:
+            return self
+        of_fp8 = "heads" if self.cache else None
+        of_integers = "quarot" if is_foldable else "blocks"
+        return replace(self, rotation=of_fp8 if self.weights == "fp8" else of_integers)
 
     @property
     def rotates_keys(self) -> bool:
@@ -141,11 +159,11 @@ class Scheme:
     def is_quantized(self, name: str) -> bool:
         """Whether the layer of this name, such as `model.layers.0.mlp.down_proj`, has codes."""
         short = name.rpartition(".")[2]
-        return short in LAYERS and name not in self.ignore and short not in self.ignore
+        return short in self.layers and name not in self.ignore and short not in self.ignore
 
     def online_of(self, name: str) -> Online | None:
         """The rotation of the input of a layer that runs in each pass. Layers that are not quantized have none."""
-        return self.online.get(name.rpartition(".")[2]) if self.is_quantized(name) else None
+        return self.online.get(name, self.online.get(name.rpartition(".")[2])) if self.is_quantized(name) else None
 
 
 def _check_choice(name: str, value: Any, known: Iterable[str | None]) -> None:
@@ -162,8 +180,6 @@ def _online(data: Any) -> dict[str, Online]:
         raise UsageError(
             f'online = {shown(data)} has no rotations; write them as {{"down_proj": {{"n": 14336, "block": null}}}}'
         ) from None
-    for name, each in made.items():
-        if name not in LAYERS:
-            raise UsageError(f"online names the layer {shown(name)}, which is not known; {choice(name, LAYERS)}")
+    for each in made.values():
         each.rotation()
     return made

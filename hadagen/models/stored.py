@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hadagen.errors import StorageError, UsageError, shortened, shown
-from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, NORMS, Sizes, planned
+from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, Sizes, planned
 from hadagen.models.layers import TYPES, shapes_of
-from hadagen.models.scheme import Scheme
+from hadagen.models.scheme import AUTO, Scheme
 
 Kind = tuple[str, list[int]]  # the type of a tensor, as safetensors name it, and its shape
 
@@ -31,14 +31,23 @@ NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}  # 
 NAMES |= {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
 # Tensors that no rotation changes, by the ends of names.
 _UNROTATED = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
-_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
+BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 _AGAIN = "quantize the model again"
 
 
 # ---- names, types and shapes -----------------------------------------------------------------------------------------
-def check_scheme(scheme: Scheme, sizes: Sizes) -> None:
-    """Raise `UsageError` for the scheme of a folder that hadagen would not have written for a model of these sizes."""
+def check_scheme(scheme: Scheme, sizes: Sizes | None) -> None:
+    """Raise `UsageError` for the scheme of a folder that hadagen would not have written for a model of these sizes.
+
+    Without sizes, the architecture is not known, and `check_scheme_of` looks at the model itself.
+    """
+    if scheme.rotation == AUTO:
+        raise UsageError(f"quantization_config has rotation {shown(AUTO)}, which hadagen does not write; {_AGAIN}")
+    if sizes is None:
+        return
     made = planned(scheme, sizes)
+    if scheme.layers != made.layers:
+        raise UsageError(f"quantization_config has layers = {shown(scheme.layers)}, not {shown(made.layers)}; {_AGAIN}")
     if scheme.online != made.online:
         found, wanted = ({name: (each.n, each.block) for name, each in of.online.items()} for of in (scheme, made))
         raise UsageError(
@@ -57,6 +66,19 @@ def check_scheme(scheme: Scheme, sizes: Sizes) -> None:
         )
     if scheme.rotation == "quarot" and sizes.tied:
         raise UsageError(f"{CONFIG} has tie_word_embeddings, but rotation 'quarot' unties them; set it to false")
+
+
+def _check_pairs(found: Mapping[str, Kind], scheme: Scheme) -> None:
+    """Raise `UsageError` for codes without scales, scales without codes, and such that do not fit together."""
+    codes = {name for name, (stored_type, _) in found.items() if stored_type not in FLOATS and name.endswith(".weight")}
+    for name in codes | {name.removesuffix("_scale") for name in found if name.endswith(".weight_scale")}:
+        (code_type, shape), (scale_type, scales) = (found.get(each, ("", [])) for each in (name, f"{name}_scale"))
+        fits = len(shape) > 2 and shape[-1] == 1 and scales[:-1] == shape[:-2]
+        if code_type != NAMES[TYPES[scheme.weights]] or scale_type != "F32" or not fits:
+            raise UsageError(
+                f"{name} is {code_type or 'missing'} {shape} and its scale {scale_type or 'missing'} {scales}, but "
+                f"weights are {scheme.weights}; {_AGAIN}"
+            )
 
 
 def check_is_whole(found: Mapping[str, Kind], sizes: Sizes, kind: str, scheme: Scheme | None = None) -> None:
@@ -80,7 +102,7 @@ def check_is_whole(found: Mapping[str, Kind], sizes: Sizes, kind: str, scheme: S
                 f"{name} has the shape {stored_shape}, but {CONFIG} says {shape}; take both from one model"
             )
     for name in found:
-        is_known = name in wanted or (name == HEAD and scheme is None) or name.endswith(_BUFFERS)
+        is_known = name in wanted or (name == HEAD and scheme is None) or name.endswith(BUFFERS)
         if not is_known:
             raise UsageError(
                 f"{name} is no part of a {kind} that predicts tokens, so how to rotate it is not known; name a model "
@@ -99,7 +121,7 @@ def _wanted(
         wanted[name] = FLOATS, [rows, sizes.width]
     for at in range(sizes.layers):
         layer = f"model.layers.{at}"
-        for norm in NORMS.values():
+        for norm in sizes.family.norms:
             wanted[f"{layer}.{norm}.weight"] = FLOATS, [sizes.width]
         if f"{layer}.input_layernorm.weight" not in found:  # a model may say that it has any number of layers
             return wanted
@@ -135,8 +157,10 @@ def opened(path: Path) -> Any:
         raise StorageError(f"{path} cannot be read ({shortened(str(error))}); get the file again") from None
 
 
-def check_files(files: Iterable[str | Path], sizes: Sizes, kind: str, scheme: Scheme) -> set[str]:
+def check_files(files: Iterable[str | Path], sizes: Sizes | None, kind: str, scheme: Scheme) -> set[str]:
     """Check the files of a folder of codes, and return the names of their tensors.
+
+    sizes: None if the architecture is not known; then codes need only fit their scales.
 
     Raises what `check_is_whole` raises, and `StorageError` for tensors that are not those that hadagen wrote.
     """
@@ -151,7 +175,10 @@ def check_files(files: Iterable[str | Path], sizes: Sizes, kind: str, scheme: Sc
                     raise StorageError(f"{path} has {name}, which another file has too; {_AGAIN}")
                 part = reader.get_slice(name)
                 found[name] = part.get_dtype(), part.get_shape()
-    check_is_whole(found, sizes, kind, scheme)
+    if sizes is None:
+        _check_pairs(found, scheme)
+    else:
+        check_is_whole(found, sizes, kind, scheme)
     if checksum_of_files(paths) != scheme.checksum:
         raise StorageError(
             f"{paths[0].parent} has other tensors than its checksum in {CONFIG} says; get its files again, or {_AGAIN}"
