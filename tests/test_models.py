@@ -17,11 +17,10 @@ from hadagen.models.cache import HeadCodes
 from hadagen.models.folding import Folding, Sizes, planned
 from hadagen.models.layers import (
     QuantizedLinear,
-    QuantizedMLP,
     quantized_weight,
-    unmerged,
     values_of,
 )
+from hadagen.models.merged import QuantizedMLP, unmerged
 from hadagen.models.products.library import fp8_product, multiplies
 from hadagen.models.scheme import ACTIVATIONS, CACHES, GROUPS, ROTATIONS, WEIGHTS, Online, Scheme
 

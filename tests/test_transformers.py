@@ -24,7 +24,8 @@ from hadagen import Rotation
 from hadagen.errors import UsageError
 from hadagen.integrations import transformers as integration
 from hadagen.integrations.transformers import HadagenConfig
-from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+from hadagen.models.layers import QuantizedLinear
+from hadagen.models.merged import QuantizedMLP
 from hadagen.models.modules import RotatedLinear
 from hadagen.models.scheme import CACHES, LAYERS
 

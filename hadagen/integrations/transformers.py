@@ -24,8 +24,9 @@ from hadagen.integrations.host import SWITCH, Changed
 from hadagen.integrations.host import TRANSFORMERS as HOST
 from hadagen.integrations.transformers_cache import quantize_cache
 from hadagen.models.folding import Sizes, planned
-from hadagen.models.layers import HELD, TYPES, QuantizedLinear, check_values, unmerged
+from hadagen.models.layers import HELD, TYPES, QuantizedLinear, check_values
 from hadagen.models.linears import check_scheme_of, known_sizes, planned_of
+from hadagen.models.merged import unmerged
 from hadagen.models.modules import check, guard, insert, merge, place_rotations, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
 from hadagen.models.stored import NAMES, check_files, check_scheme, checksum_of

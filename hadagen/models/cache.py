@@ -44,7 +44,7 @@ class HeadCodes:
 
     def pack(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         """The bytes of heads that are rotated and quantized in one kernel: [..., head] → uint8 [..., row]."""
-        q = rotate_quantize(x, rotation, to=CACHES[self.cache])
+        q = rotate_quantize(x.contiguous(), rotation, to=CACHES[self.cache])  # else codes lie as x does
         scales = q.scales.to(_SCALE).reshape(*x.shape[:-1], 1)
         return torch.cat((q.codes.view(torch.uint8), _bytes_of(scales)), -1)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from hadagen import prologues
 from hadagen.errors import UsageError
 from hadagen.models import int4
 from hadagen.models.products.eligible import can_multiply
@@ -22,6 +20,7 @@ from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, **dict.fromkeys(GROUPS, torch.uint8)}
+LOAD_AGAIN = "load a folder by from_pretrained, or the state dict of a model that was quantized in the same way"
 HELD = ("weight", "weight_scale", "input_scale")  # parameters of layers with codes, which keep their types
 
 
@@ -114,21 +113,21 @@ class QuantizedLinear(torch.nn.Module):
             )
         self.rotation = online.rotation() if online else None
         codes, scales = shapes_of(name, out_features, in_features, scheme.weights)
-        self.weight = _held(torch.empty(*codes, 1, device=device, dtype=TYPES[scheme.weights]))
-        self.weight_scale = _held(torch.empty(scales, device=device, dtype=torch.float32))
-        self.bias = _held(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.weight = frozen(torch.empty(*codes, 1, device=device, dtype=TYPES[scheme.weights]))
+        self.weight_scale = frozen(torch.empty(scales, device=device, dtype=torch.float32))
+        self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         per_tensor = scheme.activations == "fp8-tensor"
-        self.input_scale = _held(torch.ones((), device=device, dtype=torch.float32)) if per_tensor else None
+        self.input_scale = frozen(torch.ones((), device=device, dtype=torch.float32)) if per_tensor else None
 
     @classmethod
     def of(cls, name: str, scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantizedLinear:
         """The layer of a weight [out, in], into which the inverse of the rotation is folded already."""
         made = cls(name, scheme, weight.shape[1], weight.shape[0], device="meta")
         codes, scales = codes_of(name, weight, scheme.weights)
-        made.weight, made.weight_scale = _held(codes[..., None]), _held(scales)
-        made.bias = None if bias is None else _held(bias)
+        made.weight, made.weight_scale = frozen(codes[..., None]), frozen(scales)
+        made.bias = None if bias is None else frozen(bias)
         if made.input_scale is not None:
-            made.input_scale = _held(torch.ones((), device=weight.device))
+            made.input_scale = frozen(torch.ones((), device=weight.device))
         return made
 
     @property
@@ -140,30 +139,40 @@ class QuantizedLinear(torch.nn.Module):
         if self.activations is None:
             turned = x if self.rotation is None else self.rotation(x)
             return linear(turned, values_of(self.codes, self.weight_scale, x.dtype), self.bias)
-        q = codes_of_input(x, self.rotation, self.activations, self.before, self.input_scale)
-        return self._product(q, x.dtype)
+        return self.of_rows(x)
 
-    def _product(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        """The product of the values that codes stand for, and the bias, in dtype."""
-        weight = self.codes
+    def of_rows(self, x: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """The outputs of some rows of the weight, for a layer that quantizes its input."""
+        q = codes_of_input(x, self.rotation, self.activations, self.before, self.input_scale)
+        weight, scale, dtype = self.codes[rows], self.weight_scale[rows], x.dtype
+        bias = None if self.bias is None else self.bias[rows]
         if not can_multiply(q.codes, weight):
             wide = torch.float32 if weight.device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
-            y = linear(q.dequantize(wide), values_of(weight, self.weight_scale, wide)).to(dtype)
-            return y if self.bias is None else y + self.bias
-        codes, scales = q.codes.reshape(-1, self.in_features), q.scales.reshape(-1, 1)
-        y = multiply_codes(codes, scales, weight, self.weight_scale, self.bias, dtype)
-        return y.view(*q.codes.shape[:-1], self.out_features)
+            y = linear(q.dequantize(wide), values_of(weight, scale, wide)).to(dtype)
+            return y if bias is None else y + bias
+        y = multiply_codes(q.codes.reshape(-1, self.in_features), q.scales.reshape(-1, 1), weight, scale, bias, dtype)
+        return y.view(*q.codes.shape[:-1], weight.shape[0])
+
+    def is_like(self, other: QuantizedLinear) -> bool:
+        """Whether another layer makes the same codes of an input, on the same device."""
+        mine, theirs = (
+            (each.in_features, each.activations, each.before, each.weight.device, each.weight.dtype, each.bias is None)
+            for each in (self, other)
+        )
+        scales = self.input_scale, other.input_scale
+        is_same = all(each is None for each in scales) or torch.equal(*scales)  # type: ignore[arg-type]
+        return mine == theirs and is_same and repr(self.rotation) == repr(other.rotation)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
         """Codes and scales are moved as bytes, so that no change of a type reaches them."""
         if self.bias is not None:
-            self.bias = _held(fn(self.bias.data))
+            self.bias = frozen(fn(self.bias.data))
         for name in HELD:
             held = getattr(self, name)
             if held is not None:
                 dtype = held.dtype
                 bits = torch.uint8 if dtype.itemsize == 1 else torch.int32
-                setattr(self, name, _held(fn(held.data.view(bits)).view(dtype)))
+                setattr(self, name, frozen(fn(held.data.view(bits)).view(dtype)))
         if self.rotation is not None:
             self.rotation._apply(fn)
         return self
@@ -173,7 +182,7 @@ class QuantizedLinear(torch.nn.Module):
         given = {name: state_dict[f"{prefix}{name}"] for name in HELD if f"{prefix}{name}" in state_dict}
         for name, tensor in given.items():
             if getattr(self, name) is not None:
-                _check_is_alike(f"{prefix}{name}", tensor, getattr(self, name))
+                check_is_alike(f"{prefix}{name}", tensor, getattr(self, name))
         check_values(prefix, given)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
@@ -208,80 +217,16 @@ def _are_codes(tensor: torch.Tensor) -> bool:
     return int((tensor.view(torch.uint8) & 0x7F).max()) < 0x7F
 
 
-def _check_is_alike(name: str, tensor: torch.Tensor, held: torch.Tensor) -> None:
+def check_is_alike(name: str, tensor: torch.Tensor, held: torch.Tensor) -> None:
+    """Raise `UsageError` for a tensor that is not of the type and the shape of the layer's codes or scales."""
     if (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
-        raise UsageError(
-            f"{name} is {_kind(tensor)}, but the layer has codes in {_kind(held)}; load a folder by from_pretrained, "
-            "or the state dict of a model that was quantized in the same way"
-        )
+        raise UsageError(f"{name} is {_kind(tensor)}, but the layer has codes in {_kind(held)}; {LOAD_AGAIN}")
 
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{plain(tensor.dtype)} {[*tensor.shape]}"
 
 
-def _held(tensor: torch.Tensor) -> torch.nn.Parameter:
+def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter that is not trained."""
     return torch.nn.Parameter(tensor, requires_grad=False)
-
-
-# ---- the MLP ---------------------------------------------------------------------------------------------------------
-_PARTS = ("gate_proj", "up_proj")
-_MERGED = ("weight", "weight_scale", "bias")
-
-
-class QuantizedMLP(torch.nn.Module):
-    """down(SiLU(gate(x)) · up(x)): one product for gate and up, and one kernel that multiplies, rotates and quantizes.
-
-    Its layers are gate_up_proj and down_proj, whose codes are [1, out, in]. So no program loads some of the tensors of
-    a folder, where gate_proj and up_proj have tensors of their own.
-    """
-
-    def __init__(self, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = merged(gate, up), down
-        down.before = prologues.SiluMul()
-        for layer in (self.gate_up_proj, down):
-            layer.weight = _held(layer.weight.data.movedim(-1, 0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(x))  # type: ignore[no-any-return]
-
-
-def merged(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedLinear:
-    """One layer with the outputs of gate, then those of up, which take the same input. It takes the place of both."""
-    given = [each.input_scale for each in (gate, up) if each.input_scale is not None]
-    if len(scales := {each.item() for each in given if not each.is_meta}) > 1:
-        raise UsageError(
-            f"gate_proj and up_proj have one input, but input_scale is {min(scales)} and {max(scales)}; quantize the "
-            "model again"
-        )
-    for name in _MERGED:
-        both = [getattr(each, name) for each in (gate, up)]
-        setattr(gate, name, None if both[0] is None else _held(_cat([each.data for each in both])))
-    gate.out_features += up.out_features
-    return gate
-
-
-def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model as folders have them, with gate_proj and up_proj in place of each gate_up_proj."""
-    state = model.state_dict()
-    for module in [name for name, each in model.named_modules() if isinstance(each, QuantizedMLP)]:
-        for layer, name in product(("gate_up_proj", "down_proj"), (*_MERGED, "input_scale")):
-            tensor = state.pop(f"{module}.{layer}.{name}", None)
-            if tensor is None:
-                continue
-            tensor = tensor.movedim(0, -1) if name == "weight" else tensor
-            parts = {"down_proj": tensor}
-            if layer == "gate_up_proj":
-                halves = tensor.chunk(2) if tensor.dim() else (tensor, tensor.clone())
-                parts = dict(zip(_PARTS, halves, strict=True))
-            state |= {f"{module}.{part}.{name}": each for part, each in parts.items()}
-    return state
-
-
-def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """All rows. Codes are joined as bytes, because autocast does not know FP8."""
-    dtype = tensors[0].dtype
-    if dtype.itemsize > 1:
-        return torch.cat(tensors)
-    return torch.cat([each.view(torch.uint8) for each in tensors]).view(dtype)

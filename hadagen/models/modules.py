@@ -13,8 +13,9 @@ from hadagen.errors import UsageError
 from hadagen.models.experts import QuantizedExperts, StackedLinear
 from hadagen.models.families import Family
 from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, Folding, Sizes, finite, module_of, place_of
-from hadagen.models.layers import QuantizedLinear, QuantizedMLP
+from hadagen.models.layers import QuantizedLinear
 from hadagen.models.linears import Linear, linears
+from hadagen.models.merged import QuantizedMLP, join
 from hadagen.models.scheme import Scheme
 from hadagen.models.stored import check_is_whole, kinds_of
 from hadagen.runtime.rotation import Rotation
@@ -107,8 +108,10 @@ def _check_is_causal(model: torch.nn.Module) -> None:
 
 
 def merge(model: torch.nn.Module) -> None:
-    """Put a `QuantizedMLP` in place of each MLP whose layers have codes."""
+    """Let layers of one input with codes have one product: a `QuantizedMLP` in place of each MLP, and a `JoinedLinear`
+    in place of each layer of queries, keys and values."""
     for name, module in list(model.named_modules()):
+        join(module, ("q_proj", "k_proj", "v_proj"))
         parts = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
         if all(isinstance(part, QuantizedLinear) and part.activations for part in parts):
             model.set_submodule(name, QuantizedMLP(*parts))  # type: ignore[arg-type]

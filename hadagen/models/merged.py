@@ -1,0 +1,185 @@
+"""Several layers of one input as one product, whose input is quantized once: gate and up of an MLP, and queries, keys
+and values of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+
+from hadagen import prologues
+from hadagen.errors import UsageError
+from hadagen.models.layers import LOAD_AGAIN, QuantizedLinear, check_is_alike, frozen
+
+
+class JoinedLinear(torch.nn.Module):
+    """One of several layers of the same input, whose product is that of all of them.
+
+    The first layer computes the outputs of all, and holds their codes as `joined`. The others take their parts of what
+    it has computed if their input is the same tensor, and else multiply it by their own rows. So layers give the same
+    values in any order, if nobody writes into an input between two layers that share it. Other threads have inputs of
+    their own.
+
+    forward takes and returns what a `QuantizedLinear` does. weight and bias: the part of the layer.
+    """
+
+    def __init__(self, layers: Mapping[str, QuantizedLinear]) -> None:
+        super().__init__()
+        ends = [0]
+        for each in layers.values():
+            ends.append(ends[-1] + each.out_features)
+        self.names, self.ends = tuple(layers), tuple(ends)
+        self.joined = merged(*layers.values())
+        self._first: tuple[JoinedLinear, ...] = ()  # in a tuple, so that it is no part of this module
+        self._of_all: tuple[torch.Tensor, torch.Tensor] | None = None  # the last input, and the outputs of all layers
+        self._at = 0
+
+    def others(self) -> Iterator[tuple[str, JoinedLinear]]:
+        """The other layers, by their names."""
+        for at, name in enumerate(self.names[1:], 1):
+            made = JoinedLinear.__new__(JoinedLinear)
+            torch.nn.Module.__init__(made)
+            made.names, made.ends, made._first, made._of_all, made._at = self.names, self.ends, (self,), None, at
+            yield name, made
+
+    @property
+    def is_first(self) -> bool:
+        return self._at == 0
+
+    @property
+    def _rows(self) -> slice:
+        return slice(self.ends[self._at], self.ends[self._at + 1])
+
+    @property
+    def _layer(self) -> QuantizedLinear:
+        return self.joined if self.is_first else self._first[0].joined
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._layer.weight[self._rows]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        bias = self._layer.bias
+        return None if bias is None else bias[self._rows]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_first:
+            y = self.joined(x)
+            self._of_all = x, y
+            return y[..., self._rows]  # type: ignore[no-any-return]
+        (first,) = self._first
+        if first._of_all is None or first._of_all[0] is not x:
+            return first.joined.of_rows(x, self._rows)
+        y = first._of_all[1]
+        if self._at == len(self.names) - 1:
+            first._of_all = None
+        return y[..., self._rows]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Raises `UsageError` for tensors of the layer on its own, which PyTorch might leave out."""
+        for name in ("weight", "bias"):
+            if (tensor := state_dict.get(f"{prefix}{name}")) is not None:
+                check_is_alike(f"{prefix}{name}", tensor, self._layer.weight[self._rows])
+                raise UsageError(f"{prefix}{name} is the part of {', '.join(self.names)}; {LOAD_AGAIN}")
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_of_all": None}
+
+    def extra_repr(self) -> str:
+        return f"{self.names[self._at]} of {', '.join(self.names)}"
+
+
+def join(parent: torch.nn.Module, names: tuple[str, ...]) -> None:
+    """Put `JoinedLinear`s in place of layers of one input, if all of them quantize it in the same way."""
+    layers: dict[str, Any] = {name: getattr(parent, name, None) for name in names}
+    if not all(isinstance(each, QuantizedLinear) and each.activations for each in layers.values()):
+        return
+    if any(not first.is_like(second) for first, second in pairwise(layers.values())):
+        return
+    first = JoinedLinear(layers)
+    setattr(parent, names[0], first)
+    for name, each in first.others():
+        setattr(parent, name, each)
+
+
+def parted(name: str, layer: JoinedLinear, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of each layer in a state dict with those of the joined one. name: of the first layer."""
+    parent = name.rpartition(".")[0]
+    for key, tensor in state.items():
+        for at, each in enumerate(layer.names):
+            rows = tensor[layer.ends[at] : layer.ends[at + 1]] if tensor.dim() else tensor.clone()
+            yield f"{parent}.{each}.{key.removeprefix(f'{name}.joined.')}", rows
+
+
+# ---- the MLP ---------------------------------------------------------------------------------------------------------
+_PARTS = ("gate_proj", "up_proj")
+_MERGED = ("weight", "weight_scale", "bias")
+
+
+class QuantizedMLP(torch.nn.Module):
+    """down(SiLU(gate(x)) · up(x)): one product for gate and up, and one kernel that multiplies, rotates and quantizes.
+
+    Its layers are gate_up_proj and down_proj, whose codes are [1, out, in]. So no program loads some of the tensors of
+    a folder, where gate_proj and up_proj have tensors of their own.
+    """
+
+    def __init__(self, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = merged(gate, up), down
+        down.before = prologues.SiluMul()
+        for layer in (self.gate_up_proj, down):
+            layer.weight = frozen(layer.weight.data.movedim(-1, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj(x))  # type: ignore[no-any-return]
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+def merged(*layers: QuantizedLinear) -> QuantizedLinear:
+    """One layer with the outputs of several, which take the same input. It takes the place of the first."""
+    given = [each.input_scale for each in layers if each.input_scale is not None]
+    if len(scales := {each.item() for each in given if not each.is_meta}) > 1:
+        raise UsageError(
+            f"gate_proj and up_proj have one input, but input_scale is {min(scales)} and {max(scales)}; quantize the "
+            "model again"
+        )
+    first = layers[0]
+    for name in _MERGED:
+        parts = [getattr(each, name) for each in layers]
+        setattr(first, name, None if parts[0] is None else frozen(_cat([each.data for each in parts])))
+    first.out_features = sum(each.out_features for each in layers)
+    return first
+
+
+def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model as folders have them, with those of each layer in place of those of several."""
+    state = model.state_dict()
+    for name, layer in model.named_modules():
+        if isinstance(layer, JoinedLinear) and layer.is_first:
+            prefix = f"{name}.joined."
+            found = {key: state.pop(key) for key in [*state] if key.startswith(prefix)}
+            state |= parted(name, layer, found)
+    for module in [name for name, each in model.named_modules() if isinstance(each, QuantizedMLP)]:
+        for layer, name in product(("gate_up_proj", "down_proj"), (*_MERGED, "input_scale")):
+            tensor = state.pop(f"{module}.{layer}.{name}", None)
+            if tensor is None:
+                continue
+            tensor = tensor.movedim(0, -1) if name == "weight" else tensor
+            parts = {"down_proj": tensor}
+            if layer == "gate_up_proj":
+                halves = tensor.chunk(2) if tensor.dim() else (tensor, tensor.clone())
+                parts = dict(zip(_PARTS, halves, strict=True))
+            state |= {f"{module}.{part}.{name}": each for part, each in parts.items()}
+    return state
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """All rows. Codes are joined as bytes, because autocast does not know FP8."""
+    dtype = tensors[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat(tensors)
+    return torch.cat([each.view(torch.uint8) for each in tensors]).view(dtype)
