@@ -18,7 +18,7 @@ _METAVAR = "N,OUT"
 _WEIGHTS = click.Choice(["int8", "fp8"])
 
 
-class _Product(click.ParamType):
+class _Product(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """The length of rows, and the outputs of a weight."""
 
     name = "product"

@@ -143,6 +143,7 @@ class QuantizedLinear(torch.nn.Module):
 
     def of_rows(self, x: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         """The outputs of some rows of the weight, for a layer that quantizes its input."""
+        assert self.activations is not None
         q = codes_of_input(x, self.rotation, self.activations, self.before, self.input_scale)
         weight, scale, dtype = self.codes[rows], self.weight_scale[rows], x.dtype
         bias = None if self.bias is None else self.bias[rows]

@@ -5,6 +5,9 @@ bias, rounded again, as PyTorch adds one. a is [M, K], w [N, K], y [M, N], each 
 int32, which is exact, so all kernels give the same bits. FP8 codes are summed in float32.
 """
 
+# Types of Triton's language are none of Python.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import triton  # type: ignore[import-not-found, unused-ignore]

@@ -93,7 +93,7 @@ def _replayed(call: Callable[[Any], Any], weights: Sequence[torch.Tensor]) -> li
     with torch.cuda.graph(graph):
         for weight in taken:
             call(weight)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]  # type: ignore[no-untyped-call]
     graph.replay()
     for event in events[:-1]:
         event.record()

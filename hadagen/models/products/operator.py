@@ -10,9 +10,11 @@ from hadagen.errors import DeviceError, shortened
 from hadagen.models.products import providers
 from hadagen.models.products.choice import choose
 from hadagen.models.products.library import capability, int8_product
+from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.operators import register
 
 _KINDS = {dtype: kind for kind, dtype in providers.KINDS.items()}
+_INVARIANT = "tile 64x64x128, 4, 5"  # whose sums of FP8 codes are those of each row alone, in one order
 _failed: set[tuple[str, int]] = set()  # providers that a device cannot run
 
 
@@ -30,7 +32,8 @@ def multiply_codes(
     [out, n]. weight_scale: float32 [out, 1]. bias: [out], or None. dtype: of the result, float16, bfloat16 or float32.
 
     The sums of INT8 codes are exact; they are multiplied by scales and weight_scale in float32 and rounded, and then
-    the bias is added. So all providers give the same bits. The sums of FP8 codes are float32.
+    the bias is added. So all providers give the same bits. The sums of FP8 codes are float32. With
+    HADAGEN_BATCH_INVARIANT=1, they are those of one kernel of Triton for any number of rows, which is slower for many.
 
     Raises `DeviceError` if no provider multiplies such codes on this GPU.
     """
@@ -55,7 +58,10 @@ def _real(
     device = codes.device
     gpu = torch.cuda.get_device_name(device)
     operands = codes.contiguous(), scales.contiguous(), weight.contiguous(), weight_scale.contiguous()
-    for name in choose(gpu, capability(device), _KINDS[codes.dtype], n, out, rows).providers:
+    names = choose(gpu, capability(device), _KINDS[codes.dtype], n, out, rows).providers
+    if BATCH_INVARIANT and codes.dtype != torch.int8:
+        names = (_INVARIANT,)
+    for name in names:
         if (name, device.index or 0) in _failed or not providers.supports(name, codes, weight):
             continue
         try:

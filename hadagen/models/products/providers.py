@@ -60,7 +60,7 @@ def tile_of(name: str) -> Tile | None:
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(name)
-    return Tile(found[1], *map(int, found.groups()[1:]))  # type: ignore[arg-type]
+    return Tile(found[1], *map(int, found.groups()[1:]))
 
 
 def supports(name: str, codes: torch.Tensor, weight: torch.Tensor) -> bool:
