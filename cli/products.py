@@ -85,7 +85,7 @@ def _best(product: tuple[int, int], weights: str, rows: int, device: str | None,
     if not 1 <= rows < 1 << 31:
         raise UsageError(f"--rows {rows} are no rows of a product; give at least one")
     n, out = product
-    gpu, capability = (device, 0) if device else _gpu(0)
+    gpu, capability = (device, 0) if device else _gpu(0, "name one with --device, such as 'NVIDIA H200'")
     found = choose(gpu, capability, weights, n, out, rows)
     if as_json:
         print_json({"device": gpu, "weights": weights, "product": product, **found._asdict()})
@@ -103,11 +103,13 @@ def _tune(products: tuple[tuple[int, int], ...], path: Path | None, index: int) 
 
     from hadagen.models.products import choice, measure
 
-    gpu, capability = _gpu(index)
+    gpu, capability = _gpu(index, "products are timed where they run")
+    if not (kinds := measure.kinds()):
+        raise DeviceError(f"nothing multiplies codes on {gpu}; it needs a capability of 7.5 or more")
     path = path or choice.place()
     with torch.cuda.device(index):
         for n, out in products:
-            for kind in measure.kinds():
+            for kind in kinds:
                 times = measure.times(kind, n, out)
                 choice.keep(gpu, capability, kind, {f"{n},{out}": times}, path)
                 first, last = times["1"][0], times[str(choice.MOST_ROWS)][0]
@@ -118,11 +120,11 @@ def _tune(products: tuple[tuple[int, int], ...], path: Path | None, index: int) 
     say(f"the times are in {path}")
 
 
-def _gpu(index: int) -> tuple[str, int]:
+def _gpu(index: int, fix: str) -> tuple[str, int]:
     import torch
 
     if not torch.cuda.is_available():
-        raise DeviceError("this machine has no GPU for PyTorch; name one with --device, such as 'NVIDIA H200'")
+        raise DeviceError(f"this machine has no GPU for PyTorch; {fix}")
     if not 0 <= index < torch.cuda.device_count():
         raise DeviceError(f"there is no GPU {index}; this machine has {torch.cuda.device_count()}")
     major, minor = torch.cuda.get_device_capability(index)

@@ -13,7 +13,7 @@ from command_line import run, sentence, succeed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hadagen import rotate_quantize
-from hadagen.errors import DeviceError, StorageError
+from hadagen.errors import DeviceError, SlowPathWarning, StorageError
 from hadagen.models.products import choice, operator, providers
 from hadagen.models.products.choice import choose, keep
 from hadagen.models.products.operator import multiply_codes
@@ -32,12 +32,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     choice._measured.cache_clear()
-    choose.cache_clear()
+    choice._choose.cache_clear()
     operator._failed.clear()
+    operator._told.clear()
 
 
 def times(first: str) -> dict[str, Any]:
-    return {str(rows): [[first, 1.0], ["library", 2.0]] for rows in choice.all_rows()}
+    return {str(rows): [[first, 1.0], ["tile 64x64x128, 4, 5", 2.0]] for rows in choice.all_rows()}
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -45,8 +46,9 @@ def test_times_of_the_nearest_sizes_count() -> None:
     exact = choose(H200, 90, "int8", 14336, 4096, 64)
     assert exact.us
     assert (exact.n, exact.out, exact.rows) == (14336, 4096, 64)
-    near = choose(H200, 90, "int8", 14000, 4200, 50)
+    near = choose(H200, 90, "int8", 14000, 4208, 50)
     assert near == exact
+    assert not any(name.startswith("boxes") for name in choose(H200, 90, "int8", 14001, 4200, 4096).providers)
     assert choose(H200, 90, "int8", 14336, 4096, 100_000).rows == choice.MOST_ROWS
     assert list(exact.us) == sorted(exact.us)
 
@@ -78,6 +80,11 @@ def test_times_of_this_machine_count_before_shipped_ones(home: Path) -> None:
 
 
 DAMAGED = [
+    json.dumps({"gpus": {H200: {"capability": 90, "int8": {}}}}),
+    json.dumps({"gpus": {H200: {"capability": 90, "int8": {f"{10**400},4": times("library")}}}}),
+    json.dumps({"gpus": {H200: {"capability": 90, "int8": {"4,4": times("tile 0x0x0, 0, 0")}}}}),
+    json.dumps({"gpus": {H200: {"capability": 90, "int8": {"4,4": times("library") | {"1": [["library", 1e999]]}}}}}),
+    '{"gpus": {"NVIDIA H200": {"capability": Infinity}}}',
     "",
     "[]",
     "{}",
@@ -134,8 +141,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     _library = providers.run
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(operator, "capability", lambda device: 90)
-    monkeypatch.setattr(providers, "supports", lambda name, codes, weight: True)
+    monkeypatch.setattr(providers, "supports", lambda name, codes, weight, dtype: True)
     monkeypatch.setattr(providers, "run", run_one)
     return asked
 
@@ -155,10 +163,25 @@ def test_a_provider_that_fails_is_followed_by_the_next_with_one_warning(gpu: lis
     assert gpu == [providers.LIBRARY]
 
 
-def test_without_any_provider_the_error_names_the_product(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "supports", lambda name, codes, weight: False)
-    with pytest.raises(DeviceError, match=r"no provider multiplies torch.int8 codes \[6, 96\] and \[32, 96\]"):
+def test_without_any_provider_values_are_multiplied(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "supports", lambda name, codes, weight, dtype: False)
+    given = operands()
+    with pytest.warns(SlowPathWarning, match=r"no provider multiplies int8 codes \[6, 96\] and \[32, 96\]"):
+        found = torch.ops.hadagen.multiply_codes(*given, None, torch.float32)
+    torch.testing.assert_close(found, multiply_codes(*given, None, torch.float32))
+    monkeypatch.setattr(operator, "BATCH_INVARIANT", True)
+    with pytest.raises(DeviceError, match="unset HADAGEN_BATCH_INVARIANT"):
+        torch.ops.hadagen.multiply_codes(*given, None, torch.float32)
+
+
+def test_an_error_of_the_gpu_removes_no_provider(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(providers, "run", fail)
+    with pytest.raises(RuntimeError, match="capturing"):
         torch.ops.hadagen.multiply_codes(*operands(), None, torch.float32)
+    assert not operator._failed
 
 
 def test_no_rows_and_fake_tensors() -> None:
@@ -214,13 +237,13 @@ def test_all_providers_give_the_same_values(kind: str, rows: int, n: int, out: i
     tried = 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, added in product(providers.NAMES, (None, bias.to(dtype))):
-            if not providers.supports(name, x.codes, w.codes):
+            if not providers.supports(name, x.codes, w.codes, dtype):
                 continue
             found = providers.run(name, x.codes, scales, w.codes, weight_scale, added, dtype)
             rounded = wanted.to(dtype) if added is None else wanted.to(dtype) + added
             if kind == "int8":
                 assert torch.equal(found, rounded), (name, dtype)
             else:
-                assert (found - rounded).norm() <= (2e-4 + torch.finfo(dtype).eps) * rounded.norm(), (name, dtype)
+                assert (found - rounded).norm() <= (5e-4 + torch.finfo(dtype).eps) * rounded.norm(), (name, dtype)
             tried += 1
     assert tried > 20

@@ -150,7 +150,7 @@ class QuantizedLinear(torch.nn.Module):
         if not can_multiply(q.codes, weight):
             wide = torch.float32 if weight.device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
             y = linear(q.dequantize(wide), values_of(weight, scale, wide)).to(dtype)
-            return y if bias is None else y + bias
+            return y if bias is None else y + bias.to(dtype)
         y = multiply_codes(q.codes.reshape(-1, self.in_features), q.scales.reshape(-1, 1), weight, scale, bias, dtype)
         return y.view(*q.codes.shape[:-1], weight.shape[0])
 
@@ -160,9 +160,10 @@ class QuantizedLinear(torch.nn.Module):
             (each.in_features, each.activations, each.before, each.weight.device, each.weight.dtype, each.bias is None)
             for each in (self, other)
         )
+        if mine != theirs or repr(self.rotation) != repr(other.rotation):
+            return False
         scales = self.input_scale, other.input_scale
-        is_same = all(each is None for each in scales) or torch.equal(*scales)  # type: ignore[arg-type]
-        return mine == theirs and is_same and repr(self.rotation) == repr(other.rotation)
+        return all(each is None for each in scales) or torch.equal(*scales)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
         """Codes and scales are moved as bytes, so that no change of a type reaches them."""

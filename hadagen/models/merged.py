@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,13 +14,28 @@ from hadagen.errors import UsageError
 from hadagen.models.layers import LOAD_AGAIN, QuantizedLinear, check_is_alike, frozen
 
 
+class _Outputs(NamedTuple):
+    """What the first of joined layers has computed.
+
+    x, version: the input, and how often it had been written to. y: the outputs of all layers. taken: by which layers.
+    """
+
+    x: torch.Tensor
+    version: int
+    y: torch.Tensor
+    taken: list[bool]
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
 class JoinedLinear(torch.nn.Module):
     """One of several layers of the same input, whose product is that of all of them.
 
-    The first layer computes the outputs of all, and holds their codes as `joined`. The others take their parts of what
-    it has computed if their input is the same tensor, and else multiply it by their own rows. So layers give the same
-    values in any order, if nobody writes into an input between two layers that share it. Other threads have inputs of
-    their own.
+    The first layer computes the outputs of all, and holds their codes as `joined`. Each of the others takes its part of
+    them once, if its input is the same tensor and was not written to, and else multiplies it by its own rows. In
+    inference mode PyTorch does not know whether a tensor was written to. Other threads have inputs of their own.
 
     forward takes and returns what a `QuantizedLinear` does. weight and bias: the part of the layer.
     """
@@ -33,7 +48,7 @@ class JoinedLinear(torch.nn.Module):
         self.names, self.ends = tuple(layers), tuple(ends)
         self.joined = merged(*layers.values())
         self._first: tuple[JoinedLinear, ...] = ()  # in a tuple, so that it is no part of this module
-        self._of_all: tuple[torch.Tensor, torch.Tensor] | None = None  # the last input, and the outputs of all layers
+        self._of_all: _Outputs | None = None
         self._at = 0
 
     def others(self) -> Iterator[tuple[str, JoinedLinear]]:
@@ -68,15 +83,23 @@ class JoinedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_first:
             y = self.joined(x)
-            self._of_all = x, y
+            self._of_all = _Outputs(x, _version(x), y, [True] + [False] * (len(self.names) - 1))
             return y[..., self._rows]  # type: ignore[no-any-return]
         (first,) = self._first
-        if first._of_all is None or first._of_all[0] is not x:
+        found = first._of_all  # once, as another thread may change it
+        if found is None or found.x is not x or found.version != _version(x) or found.taken[self._at]:
             return first.joined.of_rows(x, self._rows)
-        y = first._of_all[1]
-        if self._at == len(self.names) - 1:
+        found.taken[self._at] = True
+        if all(found.taken):
             first._of_all = None
-        return y[..., self._rows]
+        return found.y[..., self._rows]
+
+    def _apply(self, *arguments: Any, **options: Any) -> JoinedLinear:
+        self._of_all = None
+        return super()._apply(*arguments, **options)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _replicate_for_data_parallel(self) -> JoinedLinear:
+        raise UsageError("DataParallel copies no layers with codes; give each process a model of its own")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Raises `UsageError` for tensors of the layer on its own, which PyTorch might leave out."""
@@ -108,11 +131,11 @@ def join(parent: torch.nn.Module, names: tuple[str, ...]) -> None:
 
 def parted(name: str, layer: JoinedLinear, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of each layer in a state dict with those of the joined one. name: of the first layer."""
-    parent = name.rpartition(".")[0]
+    parent = name.removesuffix(layer.names[0])
     for key, tensor in state.items():
         for at, each in enumerate(layer.names):
             rows = tensor[layer.ends[at] : layer.ends[at + 1]] if tensor.dim() else tensor.clone()
-            yield f"{parent}.{each}.{key.removeprefix(f'{name}.joined.')}", rows
+            yield f"{parent}{each}.{key.removeprefix(f'{name}.joined.')}", rows
 
 
 # ---- the MLP ---------------------------------------------------------------------------------------------------------
@@ -144,8 +167,7 @@ def merged(*layers: QuantizedLinear) -> QuantizedLinear:
     given = [each.input_scale for each in layers if each.input_scale is not None]
     if len(scales := {each.item() for each in given if not each.is_meta}) > 1:
         raise UsageError(
-            f"gate_proj and up_proj have one input, but input_scale is {min(scales)} and {max(scales)}; quantize the "
-            "model again"
+            f"layers have one input, but its input_scale is {min(scales)} and {max(scales)}; quantize the model again"
         )
     first = layers[0]
     for name in _MERGED:

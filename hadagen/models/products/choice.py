@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hadagen.errors import HadagenError, StorageError
 from hadagen.models.json_file import read_json
-from hadagen.models.products.providers import KINDS, LIBRARY, tile_of
+from hadagen.models.products.providers import KINDS, LIBRARY, fits, tile_of
 from hadagen.owners import fault_of
 from hadagen.runtime.bundles import user_directory
 from hadagen.tuning_db.atomic_file import atomic_file
@@ -44,24 +44,29 @@ class Choice(NamedTuple):
     out: int = 0
 
 
-@cache
 def choose(gpu: str, capability: int, kind: str, n: int, out: int, rows: int) -> Choice:
     """The providers for codes [rows, n] of a kind, "int8" or "fp8", and a weight [out, n].
 
-    gpu, capability: the name of the GPU, and 10 · major + minor, or 0 if it is not known. If nothing was measured on
-    this GPU, the times of another one of its capability count.
+    gpu, capability: the name of the GPU, and 10 · major + minor, or 0 if it is not known. Times of another GPU of its
+    capability count if their sizes are nearer by more than a factor of 2.
     """
-    rule = tuple(_by_rule(kind, rows))
+    return _choose(gpu, capability, kind, n, out, min(MOST_ROWS, 1 << max(0, rows - 1).bit_length()))
+
+
+@cache
+def _choose(gpu: str, capability: int, kind: str, n: int, out: int, rows: int) -> Choice:
+    def distance(sizes: tuple[str, int, int]) -> float:
+        where, n_, out_ = sizes
+        return abs(math.log2(n_ / n)) + abs(math.log2(out_ / out)) + (where != gpu)
+
     found = _measured()
-    alike = [name for name, of in found.items() if kind in of and name == gpu]
-    alike += [name for name, of in found.items() if kind in of and of["capability"] == capability]
-    if not alike:
-        return Choice(rule)
-    shapes: Mapping[tuple[int, int], Times] = found[alike[0]][kind]
-    near = min(shapes, key=lambda each: abs(math.log2(each[0] / n)) + abs(math.log2(each[1] / out)))
-    bucket = min(MOST_ROWS, 1 << round(math.log2(max(rows, 1))))
-    names, us = zip(*shapes[near][str(bucket)], strict=True)
-    return Choice((*names, *(each for each in rule if each not in names)), us, alike[0], bucket, *near)
+    alike = [name for name, of in found.items() if kind in of and (name == gpu or of["capability"] == capability)]
+    near = min(((name, *sizes) for name in alike for sizes in found[name][kind]), key=distance, default=None)
+    names, us = zip(*found[near[0]][kind][near[1:]][str(rows)], strict=True) if near else ((), ())
+    order = dict.fromkeys((*names, *_by_rule(kind, rows)))
+    fitting = tuple(name for name in order if fits(name, KINDS[kind], n, out))
+    times = tuple(us[names.index(name)] for name in fitting if name in names)
+    return Choice(fitting, times, near[0], rows, *near[1:]) if near else Choice(fitting)
 
 
 def _by_rule(kind: str, rows: int) -> Iterator[str]:
@@ -93,7 +98,7 @@ def keep(gpu: str, capability: int, kind: str, shapes: Mapping[str, Any], path: 
     with atomic_file(path) as new:
         new.write_text(json.dumps(content).replace(']]}, "', ']]},\n "') + "\n", encoding="utf-8")  # a line a product
     _measured.cache_clear()
-    choose.cache_clear()
+    _choose.cache_clear()
 
 
 @cache
@@ -101,13 +106,17 @@ def _measured() -> dict[str, dict[str, Any]]:
     """GPU → "capability", and kind → (n, out) → `Times`. Times of this machine count before shipped ones."""
     found = _parsed(read_json(SHIPPED), SHIPPED)
     try:
-        if (path := place()).exists():
+        path = place()
+    except StorageError:  # without a home directory there are no others
+        return found
+    try:
+        if path.exists():
             if fault := fault_of(path):
                 raise StorageError(f"{fault}, or remove it")
             for gpu, of in _parsed(read_json(path), path).items():
                 known = found.setdefault(gpu, of)
                 known |= {kind: known.get(kind, {}) | of[kind] for kind in KINDS if kind in of}
-    except HadagenError as error:
+    except (HadagenError, OSError) as error:
         warnings.warn(f"products of codes go on without times of this machine: {error}", stacklevel=2)
     return found
 
@@ -120,24 +129,28 @@ def _parsed(content: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]
             found[gpu] = {"capability": int(of["capability"])}
             for kind in KINDS.keys() & of.keys():
                 found[gpu][kind] = {_sizes(key): _times(times) for key, times in of[kind].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+                if not of[kind]:
+                    raise ValueError(kind)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path} holds no times of products ({type(error).__name__}); remove it") from None
     return found
 
 
 def _sizes(key: str) -> tuple[int, int]:
     n, out = map(int, key.split(","))
-    if n < 1 or out < 1:
+    if not (1 <= n < 1 << 31 and 1 <= out < 1 << 31):
         raise ValueError(key)
     return n, out
 
 
 def _times(times: Mapping[str, Any]) -> Times:
     found = {rows: [(name, float(us)) for name, us in times[rows]] for rows in map(str, all_rows())}
-    for name in {name for each in found.values() for name, _ in each}:
-        tile_of(name)
-    if not all(found.values()):
-        raise ValueError(times)
+    for each in found.values():
+        names, us = zip(*each, strict=True)  # which fails without any
+        if len({*names}) < len(names) or not all(0 < one < math.inf for one in us):
+            raise ValueError(each)
+        for name in names:
+            tile_of(name)
     return found
 
 

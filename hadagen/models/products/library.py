@@ -17,9 +17,13 @@ def multiplies(codes: torch.Tensor, weight: torch.Tensor, capability: int) -> bo
         return False
     if weight.device.type == "cpu":
         return weight.dtype == torch.int8
-    # What the sizes of the weight must be multiples of, and the least capability.
-    by, least = (8, 75) if weight.dtype == torch.int8 else (16, 89)
-    return capability >= least and weight.shape[0] % by == 0 and weight.shape[1] % by == 0
+    return capability >= (75 if weight.dtype == torch.int8 else 89) and fits(weight.dtype, *weight.shape)
+
+
+def fits(dtype: torch.dtype, out: int, n: int) -> bool:
+    """Whether PyTorch's products on GPUs take codes of these sizes."""
+    by = 8 if dtype == torch.int8 else 16
+    return out % by == 0 and n % by == 0
 
 
 def int8_product(
@@ -48,6 +52,7 @@ def fp8_product(
 
 
 def capability(device: torch.device) -> int:
-    """10 · major + minor of a GPU, 0 of another device."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    """10 · major + minor of an NVIDIA GPU, 0 of another device."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    major, minor = torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
     return 10 * major + minor

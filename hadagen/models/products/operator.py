@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch.nn.functional import linear
 
-from hadagen.errors import DeviceError, shortened
+from hadagen.errors import DeviceError, SlowPathWarning, shortened
 from hadagen.models.products import providers
 from hadagen.models.products.choice import choose
 from hadagen.models.products.library import capability, int8_product
@@ -15,7 +16,8 @@ from hadagen.runtime.operators import register
 
 _KINDS = {dtype: kind for kind, dtype in providers.KINDS.items()}
 _INVARIANT = "tile 64x64x128, 4, 5"  # whose sums of FP8 codes are those of each row alone, in one order
-_failed: set[tuple[str, int]] = set()  # providers that a device cannot run
+_failed: set[tuple[str, int, str, torch.dtype]] = set()  # (provider, device, kind, type of results) that cannot run
+_told: set[tuple[str, str]] = set()  # (GPU, kind) without any provider
 
 
 def multiply_codes(
@@ -35,7 +37,8 @@ def multiply_codes(
     the bias is added. So all providers give the same bits. The sums of FP8 codes are float32. With
     HADAGEN_BATCH_INVARIANT=1, they are those of one kernel of Triton for any number of rows, which is slower for many.
 
-    Raises `DeviceError` if no provider multiplies such codes on this GPU.
+    If no provider multiplies such codes on a GPU, the values that they stand for are multiplied, with a
+    `SlowPathWarning`. Raises `DeviceError` in place of that under HADAGEN_BATCH_INVARIANT=1.
     """
     added = None if bias is None else bias.to(dtype)
     if codes.device.type == "cuda":
@@ -55,28 +58,36 @@ def _real(
     (rows, n), out = codes.shape, weight.shape[0]
     if not rows or not out:
         return codes.new_empty((rows, out), dtype=dtype)
-    device = codes.device
+    device, kind = codes.device, _KINDS[codes.dtype]
     gpu = torch.cuda.get_device_name(device)
     operands = codes.contiguous(), scales.contiguous(), weight.contiguous(), weight_scale.contiguous()
-    names = choose(gpu, capability(device), _KINDS[codes.dtype], n, out, rows).providers
-    if BATCH_INVARIANT and codes.dtype != torch.int8:
+    names = choose(gpu, capability(device), kind, n, out, rows).providers
+    if BATCH_INVARIANT and kind != "int8":
         names = (_INVARIANT,)
     for name in names:
-        if (name, device.index or 0) in _failed or not providers.supports(name, codes, weight):
+        key = name, device.index or 0, kind, dtype
+        if key in _failed or not providers.supports(name, codes, weight, dtype):
             continue
         try:
             return providers.run(name, *operands, bias, dtype)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:  # of a compiler or a driver, which Triton does not name
-            _failed.add((name, device.index or 0))
+        except Exception as error:  # of a compiler or its launcher, which Triton does not name
+            is_of_call = isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA error" in str(error)
+            if is_of_call or torch.cuda.is_current_stream_capturing():
+                raise
+            _failed.add(key)
             warnings.warn(
                 f"products of codes on {gpu} go on without the provider {name!r}: {shortened(str(error))}", stacklevel=2
             )
-    raise DeviceError(
-        f"no provider multiplies {codes.dtype} codes [{rows}, {n}] and [{out}, {n}] on {gpu}; install Triton, or "
-        "quantize to int8 with sizes that are multiples of 8"
-    )
+    what = f"no provider multiplies {kind} codes [{rows}, {n}] and [{out}, {n}] on {gpu}"
+    if BATCH_INVARIANT:
+        raise DeviceError(f"{what} with the same bits in every call; install Triton, or unset HADAGEN_BATCH_INVARIANT")
+    if (gpu, kind) not in _told:
+        _told.add((gpu, kind))
+        warnings.warn(
+            f"{what}, so values are multiplied, which is slower; install Triton", SlowPathWarning, stacklevel=2
+        )
+    y = linear(codes.to(dtype) * scales.to(dtype), (weight.float() * weight_scale).to(dtype))
+    return y if bias is None else y + bias
 
 
 def _fake(

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hadagen.models.products import library
 from hadagen.models.products.library import capability, fp8_product, int8_product, multiplies
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LIBRARY = "library"
 _WGMMA = 64  # the fewest rows of a tile that wgmma multiplies, which takes FP8 as it is
+_SHARED_BYTES, _LEAST_SHARED_BYTES = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}, 101376
 _BOXES = 90  # the least capability with tensor descriptors
 _TOGETHER = 8  # rows of tiles whose blocks run at about the same time, and share the codes of a weight in L2
-_NAME = re.compile(r"(tile|boxes) (\d+)x(\d+)x(\d+), (\d+), (\d+)")
+_NAME = re.compile(r"(tile|boxes) ([1-9]\d*)x([1-9]\d*)x([1-9]\d*), ([1-9]\d*), ([1-9]\d*)", re.ASCII)
 _TILES = """
     tile 16x32x512, 4, 4;  tile 16x32x256, 4, 5;  tile 16x64x256, 4, 4;  tile 16x64x128, 4, 6;  tile 16x128x128, 4, 4
     tile 32x32x256, 4, 4;  tile 32x64x256, 4, 4;  tile 32x64x128, 4, 6
@@ -45,10 +47,9 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
-    @property
-    def shared_bytes(self) -> int:
-        """Of the stages; boxes keep a tile of results too."""
-        results = 2 * self.rows * self.columns if self.kind == "boxes" else 0
+    def shared_bytes(self, dtype: torch.dtype) -> int:
+        """Of the stages, and for boxes of a tile of results of a type."""
+        results = dtype.itemsize * self.rows * self.columns if self.kind == "boxes" else 0
         return (self.rows + self.columns) * self.depth * self.stages + results
 
 
@@ -63,20 +64,38 @@ def tile_of(name: str) -> Tile | None:
     return Tile(found[1], *map(int, found.groups()[1:]))
 
 
-def supports(name: str, codes: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a provider multiplies codes [rows, n] by those of a weight [out, n] on their GPU."""
+def fits(name: str, dtype: torch.dtype, n: int, out: int) -> bool:
+    """Whether a provider takes codes of these sizes, on any GPU."""
     tile = tile_of(name)
     if tile is None:
-        return multiplies(codes, weight, capability(codes.device))
-    if weight.dtype != codes.dtype or not codes.numel() or not has_tiles(codes.dtype, capability(codes.device)):
+        return library.fits(dtype, out, n)
+    # The rows of boxes begin at multiples of 16 bytes, and their sums are int32.
+    return tile.kind != "boxes" or (dtype == torch.int8 and n % 16 == 0)
+
+
+def supports(name: str, codes: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a provider multiplies codes [rows, n] by those of a weight [out, n] on their GPU, to results of dtype."""
+    tile, device = tile_of(name), codes.device
+    if tile is None:
+        return multiplies(codes, weight, capability(device))
+    out, n = weight.shape
+    if weight.dtype != codes.dtype or not has_tiles(codes.dtype, capability(device)):
         return False
-    shared: int = getattr(torch.cuda.get_device_properties(codes.device), "shared_memory_per_block_optin", 0)
-    if tile.shared_bytes > shared:
+    if not fits(name, codes.dtype, n, out) or tile.shared_bytes(dtype) > _shared_bytes(device):
         return False
-    if tile.kind == "boxes":  # whose sums are int32, and whose rows begin at multiples of 16 bytes
-        aligned = codes.shape[1] % 16 == 0 and not (codes.data_ptr() % 16 or weight.data_ptr() % 16)
-        return codes.dtype == torch.int8 and capability(codes.device) >= _BOXES and aligned
-    return True
+    is_aligned = codes.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return tile.kind != "boxes" or (is_aligned and capability(device) >= _BOXES and _has_boxes())
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """What a block may have. PyTorch before 2.7 does not say."""
+    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+    return int(found or _SHARED_BYTES.get(capability(device), _LEAST_SHARED_BYTES))
+
+
+@cache
+def _has_boxes() -> bool:
+    return find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def has_tiles(kind: torch.dtype, capability: int) -> bool:
@@ -102,7 +121,9 @@ def run(
     one row and contiguous."""
     tile = tile_of(name)
     if tile is not None:
-        return _launch(tile, codes, scales, weight, weight_scale, bias, dtype)
+        rounds = dtype != torch.float32  # before the bias is added, else a kernel would round once
+        y = _launch(tile, codes, scales, weight, weight_scale, bias if rounds else None, dtype)
+        return y if bias is None or rounds else y + bias
     if codes.dtype == torch.int8:
         y = int8_product(codes, scales, weight, weight_scale)
     else:
