@@ -14,7 +14,7 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `compare_tunes.py`. `data/fleet_h100.json` has the trials of one GPU and of two in the same time, by the command that it
 names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`.
 `data/resources_h100.csv` is written by `measure_resources.py`, `data/layer_h100.json` by `examples/layer.py`,
-`data/mlp_h100.json` by `examples/mlp.py`, `data/decoder_h100.json` by `examples/decoder.py`, and
+`data/mlp_h100.json` by `examples/mlp.py`, `data/decoder_h200.json` by `examples/decoder.py`, and
 `data/humming_h200.csv` by `ci/race.py`. `data/row_tiles_h200.csv` has the times of rows with one scale in tiles of many
 shapes: medians of five replays of a CUDA graph, whose inputs come from memory for 512 rows and more, and the time in
 which PyTorch copies as many bytes. Our times of pitched rows come from the shipped bundle. Drawing needs

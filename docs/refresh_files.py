@@ -37,7 +37,7 @@ LAYER = DOCS / "data" / "layer_h100.json"
 LAYER_PICTURE = DOCS / "assets" / "layer.svg"
 MLP = DOCS / "data" / "mlp_h100.json"
 FUSING = DOCS / "fusing.md"
-DECODER = DOCS / "data" / "decoder_h100.json"
+DECODER = DOCS / "data" / "decoder_h200.json"
 PROLOGUES = DOCS / "prologues.md"
 SERVE = DOCS / "serve.md"
 # `presets.fa3_fp8` beside torchao's kernels for the same codes and scales.

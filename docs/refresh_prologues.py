@@ -174,19 +174,22 @@ def mlp_table() -> str:
 
 
 def decoder_table() -> str:
-    """Milliseconds of a pass through layers of a model, and those with rotations over those without."""
+    """Milliseconds of a pass through layers of a model, how many times as fast as bfloat16, and what rotations cost."""
     if (data := files.read_json(files.DECODER)) is None:
         return files.NO_DATA
     ms = {(row["model"], row["pass"]): row["ms"] for row in data["rows"]}
     models, passes = (list(dict.fromkeys(key[i] for key in ms)) for i in (0, 1))
-    table = [
-        [each, *(f"{ms[model, each]:.2f}" for model in models), number(ms["fp8, rotated", each] / ms["fp8", each])]
-        for each in passes
-    ]
+    table = []
+    for model in models:
+        plain = model.partition(",")[0]
+        cells = [f"{ms[model, each]:.2f}" for each in passes]
+        cells += [f"{ms[models[0], each] / ms[model, each]:.2f}" for each in passes]
+        cost = max(ms[model, each] / ms[plain, each] - 1 for each in passes)
+        table.append([model, *cells, "–" if model == plain else f"{cost:.1%}"])
     versions = data["versions"]
     with_these = f"On an {versions['device']}, PyTorch {versions['torch']}, transformers {versions['transformers']}:"
-    heads = ["pass", *(f"{model}, ms" for model in models), "rotated / not"]
-    return f"{with_these}\n\n{grid('l' + 'r' * (len(models) + 1), heads, table)}"
+    heads = ["ms, then times as fast", *passes, *passes, "rotation costs at most"]
+    return f"{with_these}\n\n{grid('l' + 'r' * (2 * len(passes) + 1), heads, table)}"
 
 
 def resources_table() -> str:
