@@ -144,6 +144,11 @@ FORMATS_OF_64 = [
     for dtype in ("float16", "bfloat16")
     for form in ("mxfp4_32", "mxfp8_32", "nvfp4_16")
 ]
+FORMATS_OF_64 += [
+    f"n64-{before}bfloat16-to-{form}_row_2880-accurate"
+    for before in ("", "after-silu_mul-")
+    for form in ("fp8", "int8")
+]
 
 
 @pytest.mark.parametrize(

@@ -140,14 +140,15 @@ def test_impossible_scales_are_one_sentence(scheme: str, value: float, written: 
 @pytest.mark.parametrize(("scheme", "byte"), [("int8", 0x80), ("fp8", 0x7F), ("fp8", 0xFF)])
 def test_impossible_codes_are_one_sentence(scheme: str, byte: int, written: Any, tmp_path: Path) -> None:
     plain, codes = written(scheme)
-    poke = lambda tensors: tensors[CODES].view(torch.uint8).view(-1)[7].fill_(byte)  # noqa: E731
+    poke = lambda tensors, name=CODES: tensors[name].view(torch.uint8).view(-1)[7].fill_(byte)  # noqa: E731
     with pytest.raises(UsageError, match=f"k_proj.weight has (NaN|-128), {NOT_WRITTEN}"):
         load(tampered(codes, tmp_path / "t", poke))
     model = load(plain, quantization_config=HadagenConfig(**SCHEMES[scheme]))
     state = model.state_dict()
     before = logits(model)
-    state[CODES] = state[CODES].clone()
-    poke(state)
+    joined = CODES.replace("k_proj.", "q_proj.joined.")
+    state[joined] = state[joined].clone()
+    poke(state, joined)
     with pytest.raises(UsageError, match=NOT_WRITTEN):
         model.load_state_dict(state)
     assert torch.equal(logits(model), before)
