@@ -63,6 +63,8 @@ SAMPLED = {
     "test_examples.py::test_a_few_windows_of_the_committed_studies_come_out_again": 0,
     "test_examples.py::test_the_committed_perplexity_of_a_converted_model_comes_out_again": 0,
     "test_fusing.py::test_random_graphs": 60,
+    "test_int4.py::test_a_layer_holds_half_a_byte_for_each_weight": 2,
+    "test_int4.py::test_calibrated_weights_lose_less": 4,
     "test_prologues.py::test_odd_values_of_kernels_are_those_of_pytorch": 20,
     "test_models.py::test_an_exported_layer_takes_any_number_of_rows": 0,
     "test_examples.py::test_what_is_missing_is_named": 0,
