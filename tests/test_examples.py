@@ -220,7 +220,7 @@ def test_a_compiled_mlp_is_fused() -> None:
 
 
 def test_a_decoder_with_rotated_codes_gives_nearly_the_same_logits() -> None:
-    assert "fp8, rotated: relative error 0.0" in succeeded("decoder.py", "check")
+    assert "fp8, blocks: relative error 0.0" in succeeded("decoder.py", "check")
 
 
 def test_gptq_loses_less_than_rounding_to_the_nearest() -> None:
