@@ -61,10 +61,9 @@ def _real(
     device, kind = codes.device, _KINDS[codes.dtype]
     gpu = torch.cuda.get_device_name(device)
     operands = codes.contiguous(), scales.contiguous(), weight.contiguous(), weight_scale.contiguous()
-    names = choose(gpu, capability(device), kind, n, out, rows).providers
-    if BATCH_INVARIANT and kind != "int8":
-        names = (_INVARIANT,)
-    for name in names:
+    is_fixed = BATCH_INVARIANT and kind != "int8"  # whose sums are exact
+    chosen = (_INVARIANT,) if is_fixed else choose(gpu, capability(device), kind, n, out, rows).providers
+    for name in chosen:
         key = name, device.index or 0, kind, dtype
         if key in _failed or not providers.supports(name, codes, weight, dtype):
             continue
