@@ -15,7 +15,7 @@ from hadagen.cli.output import print_fields, print_json, say
 from hadagen.errors import DeviceError, UsageError, shown
 
 _METAVAR = "N,OUT"
-_WEIGHTS = click.Choice(["int8", "fp8"])
+_WEIGHTS = click.Choice(["int8", "fp8", "int4"])
 
 
 class _Product(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -90,7 +90,7 @@ def _best(product: tuple[int, int], weights: str, rows: int, device: str | None,
     if as_json:
         print_json({"device": gpu, "weights": weights, "product": product, **found._asdict()})
         return
-    say(f"{weights} codes [{rows}, {n}] by a weight [{out}, {n}] on {gpu}: {found.providers[0]}")
+    say(f"rows [{rows}, {n}] in codes by an {weights} weight [{out}, {n}] on {gpu}: {found.providers[0]}")
     if not found.us:
         say("by a rule, because no products were timed on such a GPU; hadagen tune --product times them")
         return

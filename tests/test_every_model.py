@@ -176,8 +176,8 @@ SCALE = "model.layers.0.block_sparse_moe.experts.1.w1.weight_scale"
     ("change", "scheme", "message"),
     [
         (lambda t: t[SCALE].fill_(-1), {}, "gate_up_proj.weight_scale has a scale that is not positive"),
-        (lambda t: t.pop(SCALE), {}, r"w1.weight is I8 \[96, 48, 1\] and its scale missing \[\]"),
-        (lambda t: t.update({SCALE: t[SCALE].half()}), {}, "its scale F16"),
+        (lambda t: t.pop(SCALE), {}, r"w1 has weight of I8 \[96, 48, 1\], which are no weight of int8"),
+        (lambda t: t.update({SCALE: t[SCALE].half()}), {}, "weight_scale of F16"),
         (lambda t: t.pop("model.layers.1.self_attn.o_proj.weight"), {}, "o_proj.weight is missing"),
         (lambda t: t.pop("model.norm.weight"), {}, r"^model\.norm\.weight is not among the stored tensors"),
         (lambda t: None, {"checksum": 7}, "has other tensors than its checksum"),
@@ -187,7 +187,7 @@ SCALE = "model.layers.0.block_sparse_moe.experts.1.w1.weight_scale"
         (lambda t: None, {"rotation": "quarot"}, "but rotation 'quarot' of this model needs"),
         (lambda t: None, {"layers": ["q_proj"]}, "online names the layer"),
         (lambda t: None, {"ignore": ["lm_head", "o_proj"]}, "."),
-        (lambda t: None, {"weights": "fp8"}, "but weights are fp8; quantize the model again"),
+        (lambda t: None, {"weights": "fp8"}, "which are no weight of fp8; quantize the model again"),
     ],
 )
 def test_a_changed_folder_is_one_sentence(change: Any, scheme: Any, message: str, plain: Any, tmp_path: Path) -> None:

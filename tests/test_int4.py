@@ -31,42 +31,44 @@ pytestmark = pytest.mark.usefixtures("machine")
 def test_the_layout_is_the_documented_one() -> None:
     codes = torch.tensor([[-8, 7, 0, -1], [1, 2, 3, -4]])
     packed = int4.packed(codes)
-    assert packed.tolist() == [[0x78, 0xF0], [0x21, 0xC3]]
+    assert packed.tolist() == [[0x08, 0xF7], [0x31, 0xC2]]  # a span of 4
     every = torch.arange(256, dtype=torch.uint8)[None]
     assert torch.equal(int4.packed(int4.unpacked(every)), every)
-    scales = torch.tensor([[1.0, 10.0], [0.5, 2.0]])
-    expected = torch.tensor([[-8.0, 7.0, 0.0, -10.0], [0.5, 1.0, 6.0, -8.0]])
-    assert torch.equal(int4.values(packed, scales, torch.float32), expected)
-    of_activations = rotate_quantize(torch.randn(5, 96), to="int4-row")
-    found = int4.unpacked(of_activations.codes.view(torch.uint8)) * of_activations.scales.reshape(-1, 1)
-    torch.testing.assert_close(found, of_activations.dequantize())
+    scales, factors = torch.tensor([[1.0], [0.5]]), torch.tensor([[1, 16], [2, 3]], dtype=torch.uint8)
+    assert int4.unpacked(packed, factors).tolist() == [[-8, 7, 0, -16], [2, 4, 9, -12]]
+    expected = torch.tensor([[-8.0, 7.0, 0.0, -16.0], [1.0, 2.0, 4.5, -6.0]])
+    assert torch.equal(int4.values(packed, scales, factors, torch.float32), expected)
+    halves = int4.unpacked(torch.full((1, 96), 0x21, dtype=torch.uint8))  # spans of 64
+    assert torch.equal(halves, torch.tensor([1, 2], dtype=torch.int8).repeat_interleave(32).repeat(3)[None])
 
 
 @pytest.mark.parametrize("magnitude", [1e-35, 1e-3, 1e35])
-@pytest.mark.parametrize("group", [32, 96])
-def test_the_scale_of_a_group_has_the_least_error(group: int, magnitude: float) -> None:
+@pytest.mark.parametrize("group", [32, None])
+def test_the_scale_of_a_group_has_the_least_error(group: int | None, magnitude: float) -> None:
+    """Of a row exactly. Scales of groups are multiples, so some are not the best."""
     torch.manual_seed(0)
     weight = torch.randn(9, 96) * magnitude
     weight[3] = 0
-    codes, scales = int4.rounded(weight, group)
-    groups = (weight.double() / magnitude).unflatten(1, (-1, group))
+    codes, scales, factors = int4.rounded(weight, group)
+    groups = (weight.double() / magnitude).unflatten(1, (-1, group or 96))
     amax = groups.abs().amax(-1, keepdim=True)
 
     def loss(scale: torch.Tensor) -> torch.Tensor:
         return (int4.nearest(groups, scale) * scale - groups).square().sum(-1)
 
-    found = loss((scales.double() / magnitude)[..., None].clamp(min=1e-30))
-    for part in (0.5, 0.6, 0.7, 0.8, 0.9, 1):
-        assert (found <= loss((amax * part / 7.5).clamp(min=1e-30)) * (1 + 1e-5)).all()
-    values = int4.values(codes, scales, torch.float32)
+    of_groups = scales if factors is None else scales * factors
+    found = loss((of_groups.double() / magnitude)[..., None].clamp(min=1e-30))
+    best = torch.stack([loss((amax * part / 7.5).clamp(min=1e-30)) for part in (0.5, 0.6, 0.7, 0.8, 0.9, 1)]).amin(0)
+    assert found.sum() <= best.sum() * (1.02 if group else 1 + 1e-5)
+    values = int4.values(codes, scales, factors, torch.float32)
     assert torch.equal(values[3], weight[3])
     assert error(values.double(), weight.double()) < 0.12
-    check_values("x.", {"weight": codes, "weight_scale": scales})
+    check_values("x.", {"weight": codes, "weight_scale": scales, "weight_factor": factors})
 
 
 def test_groups_follow_from_the_input() -> None:
     assert [int4.group_of("x", n, "int4") for n in (16, 48, 576, 1536, 14336)] == [16, 16, 64, 128, 128]
-    assert int4.group_of("x", 50, "int4-row") == 50
+    assert int4.group_of("x", 50, "int4-row") is None
     for n, weights, fix in ((24, "int4", "int4-row"), (7, "int4", "int8"), (7, "int4-row", "int8"), (0, "int4", "")):
         with pytest.raises(UsageError, match=f"down_proj has {n} inputs, .*{fix}") as caught:
             QuantizedLinear("mlp.down_proj", Scheme(weights), n, 16)
@@ -77,8 +79,8 @@ def test_groups_follow_from_the_input() -> None:
 def test_a_layer_holds_half_a_byte_for_each_weight(weights: str) -> None:
     layer = QuantizedLinear.of("q_proj", Scheme(weights), torch.randn(24, 256), torch.randn(24))
     x = torch.randn(5, 256)
-    groups = {"int4": 2, "int4-row": 1}[weights]
-    assert sum(each.nbytes for each in layer.parameters()) == 24 * (128 + 4 * groups + 4)
+    factors = {"int4": 2, "int4-row": 0}[weights]
+    assert sum(each.nbytes for each in layer.parameters()) == 24 * (128 + 4 + factors + 4)
     expected = layer(x)
     buffer = io.BytesIO()
     torch.save(layer, buffer)
@@ -99,8 +101,8 @@ def hessian_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return hessian.diagonal().clone(), gptq._factor(hessian)
 
 
-@pytest.mark.parametrize("group", [32, 288])
-def test_codes_by_gptq_lose_less_for_inputs_that_are_alike(group: int) -> None:
+@pytest.mark.parametrize("group", [32, None])
+def test_codes_by_gptq_lose_less_for_inputs_that_are_alike(group: int | None) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(600, 288) @ torch.randn(288, 288) + 3, torch.randn(40, 288)
     x[:, 5] = 0
@@ -112,13 +114,13 @@ def test_codes_by_gptq_lose_less_for_inputs_that_are_alike(group: int) -> None:
     assert found < 0.75 * nearest
 
 
-@pytest.mark.parametrize("group", [32, 288])
-def test_codes_by_gptq_for_independent_inputs_are_the_nearest(group: int) -> None:
+@pytest.mark.parametrize("group", [32, None])
+def test_codes_by_gptq_for_independent_inputs_are_the_nearest(group: int | None) -> None:
     weight = torch.randn(40, 288, generator=torch.Generator().manual_seed(0))
     for mine, other in zip(
         gptq.rounded(weight, *hessian_of(torch.eye(288)), group), int4.rounded(weight, group), strict=True
     ):
-        assert torch.equal(mine, other)
+        assert mine is other or torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("weights", GROUPS)

@@ -14,11 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hadagen import rotate_quantize
 from hadagen.errors import DeviceError, SlowPathWarning, StorageError
+from hadagen.models.layers import codes_of
 from hadagen.models.products import choice, operator, providers
 from hadagen.models.products.choice import choose, keep
+from hadagen.models.products.library import unpacked
+from hadagen.models.products.operands import Operands
 from hadagen.models.products.operator import multiply_codes
+from hadagen.models.scheme import WEIGHTS
 
 H200 = "NVIDIA H200"
+HALVES = torch.bfloat16, torch.float16
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +71,7 @@ def test_every_choice_ends_with_providers_that_run_elsewhere(kind: str, rows: in
     """So a call goes on where the fastest one fails, for instance without Triton."""
     for gpu, capability in ((H200, 90), ("NVIDIA A100", 80)):
         found = choose(gpu, capability, kind, 4096, 4096, rows).providers
-        assert providers.LIBRARY in found
+        assert (providers.UNPACK if kind == "int4" else providers.LIBRARY) in found
         assert len(set(found)) == len(found)
 
 
@@ -116,7 +121,7 @@ def test_shipped_times_are_of_known_providers() -> None:
         names = {
             name
             for kind in providers.KINDS
-            for shape in of[kind].values()
+            for shape in of.get(kind, {}).values()
             for each in shape.values()
             for name, _ in each
         }
@@ -124,10 +129,18 @@ def test_shipped_times_are_of_known_providers() -> None:
 
 
 # ---- the operator ----------------------------------------------------------------------------------------------------
-def operands(rows: int = 6, n: int = 96, out: int = 32) -> tuple[torch.Tensor, ...]:
+def operands(kind: str = "int8", rows: int = 6, n: int = 96, out: int = 32, device: str = "cpu") -> Operands:
     torch.manual_seed(0)
-    x, w = (rotate_quantize(torch.randn(count, n), to="int8-row") for count in (rows, out))
-    return x.codes, x.scales.view(-1, 1), w.codes, w.scales.view(-1, 1)
+    x, weight = torch.randn(rows, n, device=device), torch.randn(out, n, device=device)
+    q = rotate_quantize(x, to=WEIGHTS[kind])
+    codes, scales, *factors = codes_of("a layer", weight, kind).values()
+    last = factors[0] if factors else None
+    return Operands(q.codes, q.scales.view(-1, 1), codes.squeeze(-1), scales, last, None, torch.float32)
+
+
+def without_rows(of: Operands) -> Operands:
+    assert of.scales is not None
+    return of._replace(codes=of.codes[:0], scales=of.scales[:0])
 
 
 @pytest.fixture
@@ -145,35 +158,34 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(operator, "capability", lambda device: 90)
-    monkeypatch.setattr(providers, "supports", lambda name, codes, weight, dtype: True)
+    monkeypatch.setattr(providers, "supports", lambda name, of: True)
     monkeypatch.setattr(providers, "run", run_one)
     return asked
 
 
 def test_a_provider_that_fails_is_followed_by_the_next_with_one_warning(gpu: list[str]) -> None:
-    given = operands()
-    bias = torch.randn(32)
+    given = operands()._replace(bias=torch.randn(32))
     with pytest.warns(UserWarning, match="go on without the provider 'tile .*: out of resource") as seen:
-        found = torch.ops.hadagen.multiply_codes(*given, bias, torch.float32)
+        found = torch.ops.hadagen.multiply_codes(*given)
     assert len(seen) == len(gpu) - 1
     assert gpu[-1] == providers.LIBRARY
-    assert torch.equal(found, multiply_codes(*given, bias, torch.float32))
+    assert torch.equal(found, multiply_codes(*given))
     gpu.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.ops.hadagen.multiply_codes(*given, bias, torch.float32)
+        torch.ops.hadagen.multiply_codes(*given)
     assert gpu == [providers.LIBRARY]
 
 
 def test_without_any_provider_values_are_multiplied(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "supports", lambda name, codes, weight, dtype: False)
+    monkeypatch.setattr(providers, "supports", lambda name, of: False)
     given = operands()
-    with pytest.warns(SlowPathWarning, match=r"no provider multiplies int8 codes \[6, 96\] and \[32, 96\]"):
-        found = torch.ops.hadagen.multiply_codes(*given, None, torch.float32)
-    torch.testing.assert_close(found, multiply_codes(*given, None, torch.float32))
+    with pytest.warns(SlowPathWarning, match=r"no provider multiplies int8 codes of \[6, 96\] and \[32, 96\]"):
+        found = torch.ops.hadagen.multiply_codes(*given)
+    torch.testing.assert_close(found, multiply_codes(*given))
     monkeypatch.setattr(operator, "BATCH_INVARIANT", True)
     with pytest.raises(DeviceError, match="unset HADAGEN_BATCH_INVARIANT"):
-        torch.ops.hadagen.multiply_codes(*given, None, torch.float32)
+        torch.ops.hadagen.multiply_codes(*given)
 
 
 def test_an_error_of_the_gpu_removes_no_provider(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,25 +194,22 @@ def test_an_error_of_the_gpu_removes_no_provider(gpu: list[str], monkeypatch: py
 
     monkeypatch.setattr(providers, "run", fail)
     with pytest.raises(RuntimeError, match="capturing"):
-        torch.ops.hadagen.multiply_codes(*operands(), None, torch.float32)
+        torch.ops.hadagen.multiply_codes(*operands())
     assert not operator._failed
 
 
 def test_no_rows_and_fake_tensors() -> None:
-    codes, scales, *weight = operands()
-    empty = torch.ops.hadagen.multiply_codes(codes[:0], scales[:0], *weight, None, torch.bfloat16)
+    given = operands()._replace(dtype=torch.float16)
+    empty = torch.ops.hadagen.multiply_codes(*without_rows(given))
     assert empty.shape == (0, 32)
     with FakeTensorMode() as mode:
-        given = [mode.from_tensor(each) for each in (codes, scales, *weight)]
-        made = torch.ops.hadagen.multiply_codes(*given, None, torch.float16)
+        fake = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in given]
+        made = torch.ops.hadagen.multiply_codes(*fake)
     assert (made.shape, made.dtype) == ((6, 32), torch.float16)
 
 
 def test_the_operator_is_one_of_pytorch() -> None:
-    torch.library.opcheck(
-        torch.ops.hadagen.multiply_codes.default,
-        (*(each[:0] if at < 2 else each for at, each in enumerate(operands())), None, torch.float32),
-    )
+    torch.library.opcheck(torch.ops.hadagen.multiply_codes.default, without_rows(operands("int4", n=128)))
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -227,25 +236,30 @@ def test_bad_products_are_one_sentence(arguments: tuple[str, ...], said: str) ->
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", providers.KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(("rows", "n", "out"), [(1, 512, 64), (17, 1000, 40), (64, 256, 272), (130, 4096, 1024)])
 def test_all_providers_give_the_same_values(kind: str, rows: int, n: int, out: int) -> None:
-    torch.manual_seed(0)
-    to = {"int8": "int8-row", "fp8": "fp8-row"}[kind]
-    x, w = (rotate_quantize(torch.randn(count, n, device="cuda"), to=to) for count in (rows, out))
-    scales, weight_scale, bias = x.scales.view(-1, 1), w.scales.view(-1, 1), torch.randn(out, device="cuda")
-    sums = x.codes.double() @ w.codes.double().T  # exact for INT8
-    wanted = sums.float() * scales * weight_scale.T
+    """Those of the exact sums, rounded once. With weights of 4 bits, rows may be in other codes, or values."""
+    given = operands(kind, rows, n, out, "cuda")
+    bias = torch.randn(out, device="cuda")
+    fp8 = rotate_quantize(torch.randn(rows, n, device="cuda"), to="fp8-row")
+    inputs = [given]
+    if given.weight.dtype == torch.uint8:
+        inputs.append(given._replace(codes=fp8.codes, scales=fp8.scales.view(-1, 1)))
+        inputs += [given._replace(codes=torch.randn(rows, n, device="cuda").to(each), scales=None) for each in HALVES]
     tried = 0
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for name, added in product(providers.NAMES, (None, bias.to(dtype))):
-            if not providers.supports(name, x.codes, w.codes, dtype):
+    for of, dtype, added in product(inputs, (*HALVES, torch.float32), (None, bias)):
+        asked = of._replace(dtype=dtype, bias=None if added is None else added.to(dtype))
+        sums = of.codes.double() @ unpacked(of).weight.double().T  # exact for INT8
+        scaled = sums.float() * (1 if of.scales is None else of.scales) * of.weight_scale.T
+        rounded = scaled.to(dtype) if asked.bias is None else scaled.to(dtype) + asked.bias
+        for name in providers.NAMES:
+            if not providers.supports(name, asked):
                 continue
-            found = providers.run(name, x.codes, scales, w.codes, weight_scale, added, dtype)
-            rounded = wanted.to(dtype) if added is None else wanted.to(dtype) + added
-            if kind == "int8":
+            found = operator.run(name, asked)
+            if of.codes.dtype == torch.int8:
                 assert torch.equal(found, rounded), (name, dtype)
             else:
                 assert (found - rounded).norm() <= (5e-4 + torch.finfo(dtype).eps) * rounded.norm(), (name, dtype)
             tried += 1
-    assert tried > 20
+    assert tried > 20 or (n == 1000 and given.weight.dtype == torch.uint8)

@@ -499,8 +499,9 @@ def _rotate_linear(module: torch.nn.Linear, config: RotatedWeightConfig) -> torc
     rotation, to = _rotation(n, block), _FORMATS[config.kind]["to"]
     if config.kind in GROUPS:
         turned = weight.float() if rotation is None else rotation(weight.float())
-        parts = int4.rounded(turned, int4.group_of("a linear layer", n, config.kind))
-        packed = RotatedWeight(*parts, config.kind, block, weight.dtype)
+        codes, scales, factors = int4.rounded(turned, int4.group_of("a linear layer", n, config.kind))
+        of_groups = scales if factors is None else scales * factors
+        packed = RotatedWeight(codes, of_groups, config.kind, block, weight.dtype)
         module.weight = torch.nn.Parameter(packed, requires_grad=False)
         return module
     of_rows = to in ("int8-row", "fp8-row")

@@ -24,7 +24,7 @@ from hadagen.integrations.host import SWITCH, Changed
 from hadagen.integrations.host import TRANSFORMERS as HOST
 from hadagen.integrations.transformers_cache import quantize_cache
 from hadagen.models.folding import Sizes, planned
-from hadagen.models.layers import HELD, TYPES, QuantizedLinear, check_values
+from hadagen.models.layers import HELD, OF_WEIGHT, TYPES, QuantizedLinear, check_values
 from hadagen.models.linears import check_scheme_of, known_sizes, planned_of
 from hadagen.models.merged import unmerged
 from hadagen.models.modules import check, guard, insert, merge, place_rotations, quantize
@@ -202,20 +202,24 @@ def of_codes(conversions: Iterable[Any], model: Any) -> list[Any]:
     Those that rename weights or move rows are made for scales too. Others of weights with codes are left out: such
     weights are stored as they are in memory.
     """
-    layers = "\n".join(name for name, each in model.named_modules() if isinstance(each, QuantizedLinear))
+    found = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+    layers = "\n".join(found)
+    of_weight = [part for part in OF_WEIGHT if any(getattr(each, part) is not None for each in found.values())]
     made: list[Any] = []
     for each in conversions:
         sources, targets = ([*getattr(each, f"_original_{of}_patterns")] for of in ("source", "target"))
         if not hasattr(each, "operations"):
             made.append(each)
             if all(name.endswith(".weight") for name in (*sources, *targets)):
-                made.append(each.copy(_ending(sources, "_scale"), _ending(targets, "_scale")))
+                ends = [part.removeprefix("weight") for part in of_weight if part != "weight"]
+                made += [each.copy(_ending(sources, end), _ending(targets, end)) for end in ends]
         elif not any(re.search(f"{_END.sub('', name)}$", layers, re.MULTILINE) for name in targets):
             made.append(each)
         elif all(type(step).__name__ in _PER_ROW for step in each.operations):
             of_layers = [_END.sub("", name) for name in targets]
-            parts = {".bias": ""} if targets[0].endswith("_bias") else {".weight": "", ".weight_scale": "_scale"}
-            for part, end in parts.items():
+            parts = (".bias",) if targets[0].endswith("_bias") else (f".{part}" for part in of_weight)
+            for part in parts:
+                end = part.removeprefix(".bias").removeprefix(".weight")
                 made.append(each.copy(_ending(sources, end), _ending(of_layers, part), operations=each.operations))
     return made
 

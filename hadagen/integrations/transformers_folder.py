@@ -17,6 +17,7 @@ from hadagen.integrations.host import TRANSFORMERS as HOST
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models.checkpoint import Calibrate, Checkpoint, check_places, finish, writing
 from hadagen.models.experts import StackedLinear, check_activations
+from hadagen.models.layers import OF_WEIGHT
 from hadagen.models.scheme import GROUPS, Scheme
 
 
@@ -101,7 +102,7 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def _file_of(name: str, stored: Checkpoint) -> str:
     """The file of the tensor from which this one was made."""
-    for end in ("", "_scale", ".weight", ".weight_scale"):
+    for end in (*(part.removeprefix("weight") for part in OF_WEIGHT), *(f".{part}" for part in OF_WEIGHT)):
         if name.endswith(end) and (found := stored.files.get(name.removesuffix(end))):
             return found
     return next(iter(stored.shards()))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.functional import linear
 from vllm import _custom_ops
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -26,8 +25,9 @@ from hadagen.integrations import vllm_activation
 from hadagen.integrations.host import Changed, Host
 from hadagen.models.checkpoint import Checkpoint
 from hadagen.models.folding import Sizes
-from hadagen.models.layers import HELD, TYPES, check_values, codes_of_input, shapes_of, values_of
-from hadagen.models.scheme import METHOD, Online, Scheme
+from hadagen.models.int4 import span_of
+from hadagen.models.layers import HELD, OfWeight, check_values, codes_of_input, product_of, shapes_of, type_of
+from hadagen.models.scheme import GROUPS, METHOD, Online, Scheme
 from hadagen.models.stored import check_files, check_scheme
 from hadagen.problem.prologues import Prologue
 from hadagen.runtime.checks import QUANTIZED, plain
@@ -37,6 +37,8 @@ from hadagen.runtime.quantized import Quantized
 _MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")  # of routed experts
 _hooked: set[str] = globals().get("_hooked", set())  # importlib.reload keeps it
+# Bytes of values that are refused, which parameters have until they are loaded.
+_IMPOSSIBLE = {torch.float8_e4m3fn: 0x7F, torch.int8: 0x80, torch.uint8: 0x80, torch.float32: 0xFF}
 _NO_INT8 = 100  # the capability from which vLLM has no product of INT8 codes
 
 
@@ -169,20 +171,19 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
             rotation = rotation.shard(layer.tp_rank, layer.tp_size)
         layer.rotation, self.inputs = rotation, input_size_per_partition
         out, ranks = sum(output_partition_sizes), input_size // input_size_per_partition
-        (_, columns), (_, groups) = shapes_of(self.prefix, out, input_size, self.scheme.weights)
-        if columns % ranks or (groups > 1 and groups % ranks):
+        span = span_of(input_size) if self.scheme.weights in GROUPS else 1
+        if input_size_per_partition % span:
             raise UsageError(
-                f"{self.prefix} has {input_size} inputs with {groups} scales of {self.scheme.weights}, which {ranks} "
-                "ranks cannot share; choose a smaller tensor_parallel_size"
+                f"{self.prefix} has {input_size} inputs with spans of {span} codes of {self.scheme.weights}, which "
+                f"{ranks} ranks cannot share; choose a smaller tensor_parallel_size"
             )
         by_row = {"output_dim": 0, **attributes}
-        by_group = {"input_dim": 1, **by_row} if groups > 1 else by_row
-        weight = torch.empty(out, columns // ranks, 1, dtype=TYPES[self.scheme.weights])
-        # Until they are loaded, codes and scales have values that are refused.
-        weight.view(torch.uint8).fill_(0x7F if self.scheme.weights == "fp8" else 0x80)
-        _add(layer, "weight", weight, {"input_dim": 1, **by_row})
-        shape = out, max(1, groups // ranks)
-        _add(layer, "weight_scale", torch.full(shape, torch.nan, dtype=torch.float32), by_group)
+        for part, (_, columns, *last) in shapes_of(self.prefix, out, input_size, self.scheme.weights).items():
+            is_cut = part != "weight_scale"
+            kind = type_of(part, self.scheme.weights)
+            made = torch.empty(out, columns // ranks if is_cut else columns, *last, dtype=kind)
+            made.view(torch.uint8).fill_(_IMPOSSIBLE[kind])
+            _add(layer, part, made, {"input_dim": 1, **by_row} if is_cut else by_row)
         if self.scheme.activations == "fp8-tensor":
             scales = torch.full((len(output_partition_sizes),), torch.nan, dtype=torch.float32)
             _add(layer, "input_scale", scales, {"needs_scalar_to_array": True, **attributes})
@@ -223,25 +224,25 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
 
         x: a tensor, or a `QuantizedActivation` of `input_quant_key`; `UsageError` for any other one.
         """
-        weight = layer.weight.squeeze(-1)
         if vllm_activation.is_quantized(x):
             q = vllm_activation.codes_given(self.prefix, x, self.input_codes(), self.inputs)
-            return self._product(layer, weight, q, x.orig_dtype, bias)
+            return self._product(layer, q, x.orig_dtype, bias)
         if self.scheme.activations is None:
             turned = x if layer.rotation is None else layer.rotation(x)
-            return linear(turned, values_of(weight, layer.weight_scale, x.dtype), bias)
+            return self._product(layer, turned, x.dtype, bias)
         scale = getattr(layer, "input_scale", None)
         q = codes_of_input(x, layer.rotation, self.scheme.activations, self.before, scale)
-        return self._product(layer, weight, q, x.dtype, bias)
+        return self._product(layer, q, x.dtype, bias)
 
     def _product(
-        self, layer: Any, weight: torch.Tensor, q: Quantized, dtype: torch.dtype, bias: torch.Tensor | None
+        self, layer: Any, x: Quantized | torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        if self.multiplies:
-            scales = q.scales.reshape(-1, 1)
-            found = _custom_ops.cutlass_scaled_mm(q.codes, weight.T, scales, layer.weight_scale, dtype, bias)
-            return found  # type: ignore[no-any-return]
-        return linear(q.dequantize(dtype), values_of(weight, layer.weight_scale, dtype), bias)
+        weight = OfWeight(layer.weight.squeeze(-1), layer.weight_scale, getattr(layer, "weight_factor", None))
+        if not self.multiplies:
+            return product_of(x, weight, bias, dtype)
+        scales = x.scales.reshape(-1, 1)
+        found = _custom_ops.cutlass_scaled_mm(x.codes, weight.codes.T, scales, weight.scales, dtype, bias)
+        return found  # type: ignore[no-any-return]
 
     def dequantize_weight(self, layer: Any) -> torch.Tensor:
         """Raises `UsageError`: by this, vLLM would quantize the layer again, without the rotation of its input."""

@@ -14,8 +14,8 @@ import torch
 
 from hadagen.errors import UsageError
 from hadagen.models.evaluate import check_vocabulary
-from hadagen.models.int4 import nearest, packed, scales_of
-from hadagen.models.layers import QuantizedLinear
+from hadagen.models.int4 import factors_of, nearest, packed, row_scales, scales_of
+from hadagen.models.layers import OF_WEIGHT, QuantizedLinear
 
 _CHUNK = 128  # columns; errors reach the columns behind a chunk in one product
 _DAMPING = (0.01, 0.1, 1)  # parts of the mean of the diagonal; the first that has a Cholesky factor
@@ -48,10 +48,12 @@ def round_weights(
             last[:] = arguments[0], _curvature(name, layer, arguments[0])
         weight = fold(f"{name}.weight").to(layer.weight.device, torch.float32)
         importance, factor = last[1]
-        codes, scales = rounded(weight, importance, factor, layer.in_features // layer.weight_scale.shape[1])
-        layer.weight.copy_(codes[..., None])
-        layer.weight_scale.copy_(scales)
-        found.update({f"{name}.weight": codes.cpu()[..., None], f"{name}.weight_scale": scales.cpu()})
+        group = None if layer.weight_factor is None else layer.in_features // layer.weight_factor.shape[1]
+        codes, *scales = rounded(weight, importance, factor, group)
+        for part, tensor in zip(OF_WEIGHT, (codes[..., None], *scales), strict=True):
+            if tensor is not None:
+                getattr(layer, part).copy_(tensor)
+                found[f"{name}.{part}"] = tensor.cpu()
 
     hooks = [each.register_forward_pre_hook(partial(see, name=name)) for name, each in layers.items()]
     try:
@@ -91,26 +93,30 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(
-    weight: torch.Tensor, importance: torch.Tensor, factor: torch.Tensor, group: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes and scales of a weight [out, in], float32.
+    weight: torch.Tensor, importance: torch.Tensor, factor: torch.Tensor, group: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Packed codes, scales and factors of a weight [out, in], float32.
 
     importance: of each input, [in]. factor: the upper Cholesky factor of the inverse Hessian of inputs, [in, in].
-    group: the number of columns with one scale, which divides in, or is a row.
+    group: the number of columns with one factor, which divides in; None for a scale for each row.
     """
     left, n = weight.T.clone(), weight.shape[1]  # columns are contiguous
-    codes, scales = torch.empty_like(left), []
-    if group == n:
-        scales.append(scales_of(weight, importance))
-    step = min(group, _CHUNK)
+    codes, factors = torch.empty_like(left), []
+    size = group or n
+    groups = weight.unflatten(1, (-1, size))  # type: ignore[no-untyped-call]
+    best = scales_of(groups, importance.view(-1, size)).squeeze(-1)
+    scales = scale = row_scales(best) if group else best
+    step = min(size, _CHUNK)
     for first in range(0, n, step):
         end = min(first + step, n)
-        if group < n:
-            scales.append(scales_of(left[first:end].T, importance[first:end]))
-        errors, scale = torch.empty_like(left[first:end]), scales[-1].squeeze(-1)
+        if group:  # whose elements have changed
+            now, weights = left[first:end].T, importance[first:end]
+            factors.append(factors_of(now, scales_of(now, weights), scales, weights))
+            scale = factors[-1] * scales
+        errors, by = torch.empty_like(left[first:end]), scale.squeeze(-1)
         for at in range(first, end):
-            codes[at] = nearest(left[at], scale)
-            errors[at - first] = (left[at] - codes[at] * scale) / factor[at, at]
+            codes[at] = nearest(left[at], by)
+            errors[at - first] = (left[at] - codes[at] * by) / factor[at, at]
             left[at + 1 : end].addr_(factor[at, at + 1 : end], errors[at - first], alpha=-1)
         left[end:] -= factor[first:end, end:].T @ errors
-    return packed(codes.T), torch.cat(scales, 1)
+    return packed(codes.T), scales, torch.cat(factors, 1).to(torch.uint8) if factors else None

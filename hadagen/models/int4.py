@@ -1,15 +1,17 @@
 """Weights of 4 bits: how codes and scales lie in memory, and how a weight is rounded to the nearest codes.
 
-A weight [out, in] has two tensors:
+A weight [out, in] has two or three tensors:
 
-    codes   uint8 [out, in/2]: byte j of a row has the code of element 2j in its low nibble, and that of element 2j + 1
-            in its high nibble. A code is an integer from -8 to 7 in two's complement, so a byte, taken as int8, gives
-            both codes by shifts: byte << 4 >> 4, and byte >> 4.
-    scales  float32 [out, in/group], positive and finite. With a scale for each row, group = in.
+    codes    uint8 [out, in/2]. A row is cut into spans of `span_of(in)` elements. Byte j of a span has the code of its
+             element j in the low nibble, and that of element span/2 + j in the high one, so a kernel multiplies each
+             half of a span by contiguous inputs. A code is an integer from -8 to 7 in two's complement.
+    scales   float32 [out, 1], positive and finite.
+    factors  uint8 [out, in/group], integers from 1 to 16. Weights with a scale for each row have none.
 
-Element i of row r is codes[r, i] · scales[r, i // group], whatever the rotation of the layer. Rows are independent, so
-outputs can be joined and cut anywhere; inputs can be cut between groups. Products of codes [out, in] of 8 bits take
-`unpacked(codes)`. Formats with codes from 0 to 15 and a zero point of 8 have the same bytes, XOR 0x88.
+Element i of row r is codes[r, i] · factors[r, i // group] · scales[r], whatever the rotation of the layer. A code times
+its factor fits in 8 bits, so products of such weights are those of INT8 codes, and as exact (QServe, Lin et al., 2024,
+has two levels of scales for this too). Rows are independent, so outputs can be joined and cut anywhere; inputs can be
+cut between groups and spans. Products of codes [out, in] of 8 bits take `unpacked(codes, factors)`.
 
 Codes reach -8, as in GPTQ's format: the error of rounding (RMS) is 4 to 6 % smaller than with codes from -7 to 7.
 """
@@ -22,6 +24,9 @@ from hadagen.errors import UsageError
 from hadagen.models.scheme import GROUPS
 
 LEAST, MOST = -8, 7  # of codes
+MOST_FACTOR = 16
+_OF_LARGEST = 15  # the factor of the largest scale of a row, so that one may grow while GPTQ rounds others
+_SPAN = 128
 _LEAST_GROUP = 16  # whose scales need half the memory of its codes
 _CACHED = 1 << 15  # elements that a CPU rounds at once: they stay in its cache, and no threads wait for each other
 _TINY = torch.finfo(torch.float32).tiny
@@ -29,16 +34,16 @@ _TINY = torch.finfo(torch.float32).tiny
 _SCALES = tuple((1 - at / 20) / (MOST + 0.5) for at in range(11))
 
 
-def group_of(name: str, n: int, weights: str) -> int:
-    """The elements of a row of n that share a scale: n for "int4-row", else the largest power of two up to 128 that
-    divides n. name: of the layer in messages. Raises `UsageError` if n is odd, or has no group of 16 elements."""
+def group_of(name: str, n: int, weights: str) -> int | None:
+    """The elements of a row of n that share a factor: the largest power of two up to 128 that divides n. None for
+    "int4-row". name: of the layer in messages. Raises `UsageError` if n is odd, or has no group of 16 elements."""
     if n < 2 or n % 2:
         raise UsageError(
             f'{name} has {n} inputs, and two codes of 4 bits fill a byte; ignore the layer, or use weights="int8"'
         )
     most = GROUPS[weights]
     if most is None:
-        return n
+        return None
     group = min(n & -n, most)
     if group < _LEAST_GROUP:
         raise UsageError(
@@ -48,22 +53,38 @@ def group_of(name: str, n: int, weights: str) -> int:
     return group
 
 
+def span_of(n: int) -> int:
+    """The elements of a span of a row of n: the largest power of two up to 128 that divides n."""
+    return min(n & -n, _SPAN)
+
+
 def packed(codes: torch.Tensor) -> torch.Tensor:
     """Integers [..., n] from -8 to 7 → uint8 [..., n/2]."""
-    codes = codes.to(torch.int8)
-    return (codes[..., ::2] & 15 | codes[..., 1::2] << 4).view(torch.uint8)
+    low, high = _halves(codes.to(torch.int8), span_of(codes.shape[-1]) // 2).unbind(-2)
+    return (low & 15 | high << 4).view(torch.uint8).flatten(-2)
 
 
-def unpacked(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., n/2] → int8 [..., n]."""
-    pairs = codes.view(torch.int8)
-    return torch.stack((pairs << 4 >> 4, pairs >> 4), -1).flatten(-2)
+def unpacked(codes: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 [..., n/2] → int8 [..., n], the codes or their products with the factors [..., groups]."""
+    half = span_of(2 * codes.shape[-1]) // 2
+    pairs: torch.Tensor = codes.view(torch.int8).unflatten(-1, (-1, half))  # type: ignore[no-untyped-call]
+    found = torch.stack((pairs << 4 >> 4, pairs >> 4), -2).flatten(-3)
+    if factors is None:
+        return found
+    groups: torch.Tensor = found.unflatten(-1, (factors.shape[-1], -1))  # type: ignore[no-untyped-call]
+    return (groups * factors.to(torch.int8)[..., None]).flatten(-2)
 
 
-def values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values [out, in] of packed codes and their scales [out, groups], in a dtype."""
-    parts: torch.Tensor = unpacked(codes).unflatten(-1, (scales.shape[-1], -1))  # type: ignore[no-untyped-call]
-    return (parts.float() * scales[..., None]).flatten(-2).to(dtype)
+def _halves(x: torch.Tensor, half: int) -> torch.Tensor:
+    """[..., n] → [..., spans, 2, half]."""
+    return x.unflatten(-1, (-1, 2, half))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def values(
+    codes: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values [out, in] of packed codes with their scales and factors, in a dtype."""
+    return (unpacked(codes, factors).float() * scales).to(dtype)
 
 
 def nearest(x: torch.Tensor, scales: torch.Tensor | float) -> torch.Tensor:
@@ -72,9 +93,9 @@ def nearest(x: torch.Tensor, scales: torch.Tensor | float) -> torch.Tensor:
 
 
 def scales_of(groups: torch.Tensor, importance: torch.Tensor | None = None) -> torch.Tensor:
-    """The scale of each group [..., n] with the least square error among `_SCALES`, float32 [..., 1].
+    """The scale of each group [..., n] with the least square error among `_SCALES` times its amax, float32 [..., 1].
 
-    importance: of each element of a group, [n]; None for the same of all.
+    importance: of each element of a group, [n] or [groups, n]; None for the same of all.
     """
     amax = groups.abs().amax(-1, keepdim=True).clamp_(min=_TINY)
     units = groups / amax
@@ -88,13 +109,45 @@ def scales_of(groups: torch.Tensor, importance: torch.Tensor | None = None) -> t
     return best.mul_(amax).clamp_(min=_TINY)
 
 
-def rounded(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes and scales of a weight [out, in], each element rounded to the nearest code."""
+def row_scales(scales: torch.Tensor) -> torch.Tensor:
+    """The scale of each row [..., 1] whose groups have the best scales [..., groups]."""
+    return (scales.amax(-1, keepdim=True) / _OF_LARGEST).clamp_(min=_TINY)
+
+
+def factors_of(
+    groups: torch.Tensor, best: torch.Tensor, scales: torch.Tensor, importance: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The factor of each group [..., n] next to its best scale that has the least square error, float32 [..., 1].
+
+    best: [..., 1]. scales: of rows, which the factors multiply, like best. importance: as in `scales_of`.
+    """
+    below = (best / scales).floor().clamp_(1, MOST_FACTOR)
+    above = (below + 1).clamp_(max=MOST_FACTOR)
+
+    def loss(factors: torch.Tensor) -> torch.Tensor:
+        scale = factors * scales
+        error = (nearest(groups, scale) - groups / scale).square_()
+        return (error if importance is None else error.mul_(importance)).sum(-1, keepdim=True) * factors**2
+
+    return torch.where(loss(above) < loss(below), above, below)
+
+
+def rounded(weight: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Packed codes, scales and factors of a weight [out, in], each element rounded to the nearest code.
+
+    group: the elements with one factor; None for weights with a scale for each row, which have no factors.
+    """
     rows = max(1, _CACHED // weight.shape[1]) if weight.device.type == "cpu" else max(1, len(weight))
     parts = []
     for part in weight.split(rows):  # type: ignore[no-untyped-call]
-        groups = part.float().unflatten(-1, (-1, group))
-        scales = scales_of(groups)
-        parts.append((packed(nearest(groups, scales).flatten(-2)), scales.squeeze(-1)))
-    codes, found = zip(*parts, strict=True)
-    return torch.cat(codes), torch.cat(found)
+        groups = part.float().unflatten(-1, (-1, group or part.shape[1]))
+        best = scales_of(groups)
+        if group is None:
+            parts.append((packed(nearest(groups, best).flatten(-2)), best.squeeze(-1)))
+            continue
+        scales = row_scales(best.squeeze(-1))
+        factors = factors_of(groups, best, scales[..., None])
+        codes = packed(nearest(groups, factors * scales[..., None]).flatten(-2))
+        parts.append((codes, scales, factors.squeeze(-1).to(torch.uint8)))
+    codes, scales, *factors = (torch.cat(each) for each in zip(*parts, strict=True))
+    return codes, scales, factors[0] if factors else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -19,9 +19,18 @@ from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 
+class OfWeight(NamedTuple):
+    """A weight [out, in]: its codes, or with two to a byte [out, in/2]; its scales; and its factors, if it has any."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    factors: torch.Tensor | None
+
+
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, **dict.fromkeys(GROUPS, torch.uint8)}
 LOAD_AGAIN = "load a folder by from_pretrained, or the state dict of a model that was quantized in the same way"
-HELD = ("weight", "weight_scale", "input_scale")  # parameters of layers with codes, which keep their types
+OF_WEIGHT = ("weight", "weight_scale", "weight_factor")  # the tensors of `codes_of`
+HELD = (*OF_WEIGHT, "input_scale")  # parameters of layers with codes, which keep their types
 
 
 # Format of weights → the exponent of the largest power of two by which rows are multiplied before they are quantized,
@@ -45,27 +54,37 @@ def _power(exponents: torch.Tensor) -> torch.Tensor:
     return ((exponents + 127) << 23).view(torch.float32)
 
 
-def shapes_of(name: str, out: int, n: int, weights: str) -> tuple[list[int], list[int]]:
-    """The shapes of the codes of a weight [out, n] of a layer and of their scales. Raises what `int4.group_of` does."""
+def shapes_of(name: str, out: int, n: int, weights: str) -> dict[str, list[int]]:
+    """The shapes of the codes, scales and factors of a weight [out, n] of a layer, by the names of its parameters.
+
+    Codes have a last dimension of 1, so that no program takes them for the weight of a linear layer. Only weights of 4
+    bits with groups have factors. Raises what `int4.group_of` does.
+    """
+    if weights not in GROUPS:
+        return {"weight": [out, n, 1], "weight_scale": [out, 1]}
+    group = int4.group_of(name, n, weights)
+    factors = {"weight_factor": [out, n // group]} if group else {}
+    return {"weight": [out, n // 2, 1], "weight_scale": [out, 1], **factors}
+
+
+def codes_of(name: str, weight: torch.Tensor, weights: str) -> dict[str, torch.Tensor]:
+    """Codes of the weight [out, in] of a layer, and their scales and factors, in the shapes of `shapes_of`."""
     if weights in GROUPS:
-        return [out, n // 2], [out, n // int4.group_of(name, n, weights)]
-    return [out, n], [out, 1]
+        parts = int4.rounded(weight, int4.group_of(name, weight.shape[1], weights))
+        codes, *others = (each for each in parts if each is not None)
+    else:
+        made = quantized_weight(weight, WEIGHTS[weights])
+        codes, others = made.codes, [made.scales.reshape(-1, 1)]
+    return dict(zip(OF_WEIGHT, (codes[..., None], *others), strict=False))
 
 
-def codes_of(name: str, weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of the weight [out, in] of a layer, and their float32 scales, in the shapes of `shapes_of`."""
-    if weights in GROUPS:
-        return int4.rounded(weight, int4.group_of(name, weight.shape[1], weights))
-    made = quantized_weight(weight, WEIGHTS[weights])
-    return made.codes, made.scales.reshape(-1, 1)
-
-
-def values_of(weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values [out, in] that codes and their scales stand for, in a dtype. Codes of 4 bits are packed as in `int4`,
-    with the scales of groups; others have the scales of rows."""
+def values_of(
+    weight: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values [out, in] that codes stand for, in a dtype. Codes of 4 bits are packed, with factors, as in `int4`."""
     if weight.dtype == torch.uint8:
-        return int4.values(weight, weight_scale, dtype)
-    return (weight.float() * weight_scale).to(dtype)
+        return int4.values(weight, scales, factors, dtype)
+    return (weight.float() * scales).to(dtype)
 
 
 def codes_of_input(
@@ -76,6 +95,27 @@ def codes_of_input(
     return rotate_quantize(x, rotation, to=to, before=before, tensor_scale=scale, numerics=numerics)
 
 
+def type_of(part: str, weights: str) -> torch.dtype:
+    """The type of a parameter of `shapes_of`."""
+    return {"weight": TYPES[weights], "weight_scale": torch.float32, "weight_factor": torch.uint8}[part]
+
+
+def product_of(
+    x: torch.Tensor | Quantized, weight: OfWeight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """x · weightᵀ + bias, [..., out] of a dtype, for rows [..., n] as values or in codes with a scale for each row, or
+    one for all. What no provider of products takes is dequantized."""
+    codes, scales = (x.codes, x.scales.reshape(-1, 1)) if isinstance(x, Quantized) else (x, None)
+    if can_multiply(codes, weight.codes):
+        y = multiply_codes(codes.reshape(-1, codes.shape[-1]), scales, *weight, bias, dtype)
+        return y.view(*codes.shape[:-1], weight.codes.shape[0])
+    if not isinstance(x, Quantized):
+        return linear(x, values_of(*weight, x.dtype), bias)
+    wide = torch.float32 if codes.device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
+    y = linear(x.dequantize(wide), values_of(*weight, wide)).to(dtype)
+    return y if bias is None else y + bias.to(dtype)
+
+
 class QuantizedLinear(torch.nn.Module):
     """y = x · weightᵀ + bias, with codes in place of the weight, and of x if the scheme quantizes activations.
 
@@ -84,8 +124,9 @@ class QuantizedLinear(torch.nn.Module):
 
     Parameters: weight, int8 or float8_e4m3fn [out, in, 1], so that no program takes the codes for the weight of a
     linear layer, or codes of 4 bits as `hadagen.models.int4` packs them, uint8 [out, in/2, 1]; weight_scale, float32
-    [out, 1], or [out, groups] for groups; bias [out]; and input_scale, float32 [], if the scheme has one scale for all
-    activations of a layer. Codes and scales keep their types in `.half()` and the like.
+    [out, 1]; weight_factor, uint8 [out, groups], if rows of codes of 4 bits have groups; bias [out]; and input_scale,
+    float32 [], if the scheme has one scale for all activations of a layer. Codes, scales and factors keep their types
+    in `.half()` and the like.
 
     forward takes x [..., in] of type float16, bfloat16 or float32, without a gradient, and returns [..., out] of the
     same type. With `before`, a prologue such as SiluMul(), x is [..., 2·in].
@@ -112,9 +153,9 @@ class QuantizedLinear(torch.nn.Module):
                 f"{name} has {in_features} inputs, but the quantization_config rotates {online.n}; quantize it again"
             )
         self.rotation = online.rotation() if online else None
-        codes, scales = shapes_of(name, out_features, in_features, scheme.weights)
-        self.weight = frozen(torch.empty(*codes, 1, device=device, dtype=TYPES[scheme.weights]))
-        self.weight_scale = frozen(torch.empty(scales, device=device, dtype=torch.float32))
+        self.weight_factor: torch.nn.Parameter | None = None
+        for part, shape in shapes_of(name, out_features, in_features, scheme.weights).items():
+            setattr(self, part, frozen(torch.empty(shape, device=device, dtype=type_of(part, scheme.weights))))
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         per_tensor = scheme.activations == "fp8-tensor"
         self.input_scale = frozen(torch.ones((), device=device, dtype=torch.float32)) if per_tensor else None
@@ -123,8 +164,8 @@ class QuantizedLinear(torch.nn.Module):
     def of(cls, name: str, scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantizedLinear:
         """The layer of a weight [out, in], into which the inverse of the rotation is folded already."""
         made = cls(name, scheme, weight.shape[1], weight.shape[0], device="meta")
-        codes, scales = codes_of(name, weight, scheme.weights)
-        made.weight, made.weight_scale = frozen(codes[..., None]), frozen(scales)
+        for part, tensor in codes_of(name, weight, scheme.weights).items():
+            setattr(made, part, frozen(tensor))
         made.bias = None if bias is None else frozen(bias)
         if made.input_scale is not None:
             made.input_scale = frozen(torch.ones((), device=weight.device))
@@ -138,21 +179,20 @@ class QuantizedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.activations is None:
             turned = x if self.rotation is None else self.rotation(x)
-            return linear(turned, values_of(self.codes, self.weight_scale, x.dtype), self.bias)
+            return product_of(turned, self.of_weight(), self.bias, x.dtype)
         return self.of_rows(x)
 
     def of_rows(self, x: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         """The outputs of some rows of the weight, for a layer that quantizes its input."""
         assert self.activations is not None
         q = codes_of_input(x, self.rotation, self.activations, self.before, self.input_scale)
-        weight, scale, dtype = self.codes[rows], self.weight_scale[rows], x.dtype
         bias = None if self.bias is None else self.bias[rows]
-        if not can_multiply(q.codes, weight):
-            wide = torch.float32 if weight.device.type == "cpu" else dtype  # CPUs multiply 16-bit types slowly
-            y = linear(q.dequantize(wide), values_of(weight, scale, wide)).to(dtype)
-            return y if bias is None else y + bias.to(dtype)
-        y = multiply_codes(q.codes.reshape(-1, self.in_features), q.scales.reshape(-1, 1), weight, scale, bias, dtype)
-        return y.view(*q.codes.shape[:-1], weight.shape[0])
+        return product_of(q, self.of_weight(rows), bias, x.dtype)
+
+    def of_weight(self, rows: slice = slice(None)) -> OfWeight:
+        """Some rows of the weight."""
+        factors = None if self.weight_factor is None else self.weight_factor[rows]
+        return OfWeight(self.codes[rows], self.weight_scale[rows], factors)
 
     def is_like(self, other: QuantizedLinear) -> bool:
         """Whether another layer makes the same codes of an input, on the same device."""
@@ -203,6 +243,9 @@ def check_values(prefix: str, held: Mapping[str, torch.Tensor | None]) -> None:
         if name == "weight":
             is_right = _are_codes(tensor)
             wrong = "NaN" if tensor.is_floating_point() else -128
+        elif name == "weight_factor":
+            least, most = tensor.aminmax()
+            is_right, wrong = int(least) >= 1 and int(most) <= int4.MOST_FACTOR, "a factor that is not from 1 to 16"
         else:
             least, most = tensor.aminmax()
             is_right, wrong = bool(least > 0) and bool(most < torch.inf), "a scale that is not positive and finite"

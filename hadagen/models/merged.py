@@ -11,7 +11,7 @@ import torch
 
 from hadagen import prologues
 from hadagen.errors import UsageError
-from hadagen.models.layers import LOAD_AGAIN, QuantizedLinear, check_is_alike, frozen
+from hadagen.models.layers import LOAD_AGAIN, OF_WEIGHT, QuantizedLinear, check_is_alike, frozen
 
 
 class _Outputs(NamedTuple):
@@ -140,7 +140,7 @@ def parted(name: str, layer: JoinedLinear, state: Mapping[str, torch.Tensor]) ->
 
 # ---- the MLP ---------------------------------------------------------------------------------------------------------
 _PARTS = ("gate_proj", "up_proj")
-_MERGED = ("weight", "weight_scale", "bias")
+_MERGED = (*OF_WEIGHT, "bias")
 
 
 class QuantizedMLP(torch.nn.Module):

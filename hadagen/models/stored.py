@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from hadagen.errors import StorageError, UsageError, shortened, shown
 from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, Sizes, planned
-from hadagen.models.layers import TYPES, shapes_of
-from hadagen.models.scheme import AUTO, Scheme
+from hadagen.models.layers import OF_WEIGHT, TYPES, shapes_of, type_of
+from hadagen.models.scheme import AUTO, GROUPS, Scheme
 
 Kind = tuple[str, list[int]]  # the type of a tensor, as safetensors name it, and its shape
 
@@ -70,15 +70,22 @@ def check_scheme(scheme: Scheme, sizes: Sizes | None) -> None:
 
 def _check_pairs(found: Mapping[str, Kind], scheme: Scheme) -> None:
     """Raise `UsageError` for codes without scales, scales without codes, and such that do not fit together."""
-    codes = {name for name, (stored_type, _) in found.items() if stored_type not in FLOATS and name.endswith(".weight")}
-    for name in codes | {name.removesuffix("_scale") for name in found if name.endswith(".weight_scale")}:
-        (code_type, shape), (scale_type, scales) = (found.get(each, ("", [])) for each in (name, f"{name}_scale"))
-        fits = len(shape) > 2 and shape[-1] == 1 and scales[:-1] == shape[:-2]
-        if code_type != NAMES[TYPES[scheme.weights]] or scale_type != "F32" or not fits:
-            raise UsageError(
-                f"{name} is {code_type or 'missing'} {shape} and its scale {scale_type or 'missing'} {scales}, but "
-                f"weights are {scheme.weights}; {_AGAIN}"
-            )
+    names = {name.removesuffix(end) for name in found for end in (".weight_scale", ".weight_factor") if name.endswith(end)}
+    codes = (name for name, (stored_type, _) in found.items() if stored_type not in FLOATS and name.endswith(".weight"))
+    for name in sorted(names.union(each.removesuffix(".weight") for each in codes)):
+        parts = {part: found[f"{name}.{part}"] for part in OF_WEIGHT if f"{name}.{part}" in found}
+        if parts != _parts_of(name, parts.get("weight", ("", []))[1], scheme.weights):
+            said = ", ".join(f"{part} of {kind} {shape}" for part, (kind, shape) in parts.items())
+            raise UsageError(f"{name} has {said}, which are no weight of {scheme.weights}; {_AGAIN}")
+
+
+def _parts_of(name: str, codes: Sequence[int], weights: str) -> dict[str, Kind]:
+    """The tensors of one weight with codes of a shape, or of several one behind the other. None for no such shape."""
+    if len(codes) < 3:
+        return {}
+    *count, out, columns, _ = codes
+    shapes = shapes_of(name, out, columns * (2 if weights in GROUPS else 1), weights)
+    return {part: (NAMES[type_of(part, weights)], [*count, *shape]) for part, shape in shapes.items()}
 
 
 def check_is_whole(found: Mapping[str, Kind], sizes: Sizes, kind: str, scheme: Scheme | None = None) -> None:
@@ -135,9 +142,8 @@ def _wanted(
         if scheme is None or not scheme.is_quantized(layer):
             wanted[f"{layer}.weight"] = FLOATS, shape
             continue
-        of_codes, of_scales = shapes_of(layer, shape[0], shape[1], scheme.weights)
-        wanted[f"{layer}.weight"] = (NAMES[TYPES[scheme.weights]],), [*of_codes, 1]
-        wanted[f"{layer}.weight_scale"] = ("F32",), of_scales
+        for part, of_part in shapes_of(layer, shape[0], shape[1], scheme.weights).items():
+            wanted[f"{layer}.{part}"] = (NAMES[type_of(part, scheme.weights)],), of_part
         if scheme.activations == "fp8-tensor":
             wanted[f"{layer}.input_scale"] = ("F32",), []
     return wanted

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hadagen.errors import HadagenError, StorageError
 from hadagen.models.json_file import read_json
-from hadagen.models.products.providers import KINDS, LIBRARY, fits, tile_of
+from hadagen.models.products.providers import KINDS, LIBRARY, UNPACK, fits, tile_of
 from hadagen.owners import fault_of
 from hadagen.runtime.bundles import user_directory
 from hadagen.tuning_db.atomic_file import atomic_file
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 
 def choose(gpu: str, capability: int, kind: str, n: int, out: int, rows: int) -> Choice:
-    """The providers for codes [rows, n] of a kind, "int8" or "fp8", and a weight [out, n].
+    """The providers for codes [rows, n] and a weight [out, n] of a kind: "int8", "fp8" or "int4".
 
     gpu, capability: the name of the GPU, and 10 · major + minor, or 0 if it is not known. Times of another GPU of its
     capability count if their sizes are nearer by more than a factor of 2.
@@ -71,6 +71,11 @@ def _choose(gpu: str, capability: int, kind: str, n: int, out: int, rows: int) -
 
 def _by_rule(kind: str, rows: int) -> Iterator[str]:
     """Tiles that fit on most GPUs, and the library, which is fast for many rows of FP8."""
+    if kind == "int4":
+        tile, depths = ("16x32", "512, 256, 128, 64") if rows <= 16 else ("32x64" if rows <= 32 else "64x64", "128, 64")
+        yield from (f"pairs {tile}x{depth}, 4, 4" for depth in depths.split(", "))
+        yield UNPACK
+        return
     if rows <= 16:
         yield "tile 16x32x256, 4, 5"
     elif rows <= 32:

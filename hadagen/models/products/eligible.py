@@ -8,11 +8,13 @@ from hadagen.models.products import library, providers
 
 
 def can_multiply(codes: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether any provider multiplies codes [rows, n] by those of a weight [out, n] on their device. If not, they are
-    dequantized."""
-    if weight.dtype != codes.dtype or not codes.numel():
+    """Whether any provider multiplies codes [rows, n] by those of a weight [out, n] on their device, or by codes of 4
+    bits [out, n/2], which values of 16 bits are multiplied by too. If not, they are dequantized."""
+    if not codes.numel():
         return False
-    return library.multiplies(codes, weight, capability(codes.device)) or _has_tiles(codes.dtype, codes.device)
+    if library.multiplies(codes, weight, capability(codes.device)):
+        return True
+    return providers.has_tile(codes.dtype, weight.dtype, codes.shape[-1]) and _has_tiles(codes.dtype, codes.device)
 
 
 # Dynamo compares no constant tuples before PyTorch 2.13, and looks for no modules.

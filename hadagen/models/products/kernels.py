@@ -2,13 +2,16 @@
 
 All compute y[m, n] = (Σ a[m, k] · w[n, k]) · row_scale[m] · weight_scale[n], rounded to the type of y, and then add the
 bias, rounded again, as PyTorch adds one. a is [M, K], w [N, K], y [M, N], each contiguous. INT8 codes are summed in
-int32, which is exact, so all kernels give the same bits. FP8 codes are summed in float32.
+int32, which is exact, so all kernels give the same bits. FP8 codes are summed in float32. `multiply_pairs` takes codes
+of 4 bits as w, as `hadagen.models.int4` packs them.
 """
 
 # Types of Triton's language are none of Python.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
@@ -26,11 +29,15 @@ def _tile(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, tile):
 
 
 @triton.jit
-def _store(total, y, row_scale, weight_scale, bias, m, n, M, N, BY_ROW: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _store(total, y, row_scale, weight_scale, bias, m, n, M, N, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """SCALES: how many a has, "rows", "one" or "none"."""
     is_row, is_column = m < M, n < N
-    of_rows = tl.load(row_scale + m, mask=is_row, other=0.0) if BY_ROW else tl.load(row_scale + m * 0)
+    out = total.to(tl.float32)
+    if SCALES != "none":
+        of_rows = tl.load(row_scale + m, mask=is_row, other=0.0) if SCALES == "rows" else tl.load(row_scale + m * 0)
+        out = out * of_rows[:, None]
     of_columns = tl.load(weight_scale + n, mask=is_column, other=0.0)
-    out = (total.to(tl.float32) * of_rows[:, None] * of_columns[None, :]).to(y.dtype.element_ty)
+    out = (out * of_columns[None, :]).to(y.dtype.element_ty)
     if HAS_BIAS:
         added = tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)
         out = (out.to(tl.float32) + added[None, :]).to(y.dtype.element_ty)
@@ -40,7 +47,7 @@ def _store(total, y, row_scale, weight_scale, bias, m, n, M, N, BY_ROW: tl.const
 @triton.jit(do_not_specialize=["M"])
 def multiply(
     a, w, y, row_scale, weight_scale, bias, M, N, K,
-    BY_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
+    SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A tile of y for each block. WIDE: whether FP8 codes become float16 first. If not, the sums of BK products, of
@@ -61,13 +68,13 @@ def multiply(
             total += tl.dot(x, b)
         left += BK
         right += BK
-    _store(total, y, row_scale, weight_scale, bias, m, n, M, N, BY_ROW, HAS_BIAS)
+    _store(total, y, row_scale, weight_scale, bias, m, n, M, N, SCALES, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["M"])
 def multiply_boxes(
     a, w, y, row_scale, weight_scale, bias, M, N, K, BLOCKS,
-    BY_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The same of INT8 codes, which tensor descriptors a and w load, with several tiles for each of BLOCKS blocks."""
@@ -77,4 +84,73 @@ def multiply_boxes(
         for at in range(0, K, BK):
             total = tl.dot(a.load([row * BM, at]), w.load([column * BN, at]).T, total, out_dtype=tl.int32)
         m, n = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN)
-        _store(total, y, row_scale, weight_scale, bias, m, n, M, N, BY_ROW, HAS_BIAS)
+        _store(total, y, row_scale, weight_scale, bias, m, n, M, N, SCALES, HAS_BIAS)
+
+
+# ---- codes of 4 bits -------------------------------------------------------------------------------------------------
+# A byte of u is a code + 8, so u · factor + 128 - 8 · factor is the code times its factor, + 128: from 0 to 240 for
+# factors up to 16. So one multiplication and addition of 32 bits makes four products, and none carries into the next.
+_SCALED: Any = tl.constexpr(
+    "{{ .reg .b32 u, c; shr.u32 u, $1, {shift}; lop3.b32 u, u, 0x0F0F0F0F, 0x08080808, 0x6A;"
+    " mad.lo.s32 c, $2, 0xF7F7F7F8, 0x80808080; mad.lo.u32 u, u, $2, c; xor.b32 $0, u, 0x80808080; }}"
+)
+_LOW: Any = tl.constexpr(_SCALED.value.format(shift=0))
+_HIGH: Any = tl.constexpr(_SCALED.value.format(shift=4))
+
+
+@triton.jit
+def _scaled(pairs, factors, HIGH: tl.constexpr):
+    """The codes in low or high nibbles, times their factors, int8."""
+    text: tl.constexpr = _HIGH if HIGH else _LOW
+    return tl.inline_asm_elementwise(text, "=r,r,r,r,r,r", [pairs, factors], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit(do_not_specialize=["M"])
+def multiply_pairs(
+    a, w, y, row_scale, weight_scale, factors, bias, M, N, BYTES,
+    SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTORS: tl.constexpr, WIDE: tl.constexpr,
+    HALF: tl.constexpr, SPANS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """A tile of y for each block, of rows of BYTES of w. Codes of w go from memory shared by a block to registers, and
+    from there to the tensor cores, because w is the left operand.
+
+    factors: one for each span of 2 · HALF codes, SPANS of them in a word, or HAS_FACTORS is false. A step takes SPANS
+    spans. WIDE: whether FP8 codes of a become float16 first. Values of a are multiplied by codes in their own type.
+    """
+    row, column = _tile(M, N, BM, BN, GROUP, tl.program_id(0))
+    m, n, k = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN), tl.arange(0, HALF)
+    left = w + (n % N)[:, None].to(tl.int64) * BYTES + k[None, :]
+    right = a + (m % M)[None, :].to(tl.int64) * (2 * BYTES) + k[:, None]
+    steps = BYTES // (HALF * SPANS)
+    words = factors + (n % N).to(tl.int64) * steps
+    word = tl.load(words) if HAS_FACTORS else 0
+    total = tl.zeros((BN, BM), dtype=tl.int32 if a.dtype.element_ty == tl.int8 else tl.float32)
+    for step in range(0, steps):
+        if HAS_FACTORS:  # of the next step, while this one computes
+            ahead = tl.load(words + min(step + 1, steps - 1))
+        for at in tl.static_range(SPANS):
+            span = step * SPANS + at
+            pairs = tl.load(left + span * HALF)
+            low, high = tl.load(right + span * (2 * HALF)), tl.load(right + span * (2 * HALF) + HALF)
+            factor = word.to(tl.int32) >> (8 * at) & 255 if HAS_FACTORS else tl.full((BN,), 1, tl.int32)
+            factor = tl.broadcast_to(factor[:, None], (BN, HALF))
+            if WIDE:
+                low, high = low.to(tl.float16), high.to(tl.float16)
+            total = tl.dot(_scaled(pairs, factor, False).to(low.dtype), low, total, out_dtype=total.dtype)
+            total = tl.dot(_scaled(pairs, factor, True).to(high.dtype), high, total, out_dtype=total.dtype)
+        if HAS_FACTORS:
+            word = ahead
+    _store(total.T, y, row_scale, weight_scale, bias, m, n, M, N, SCALES, HAS_BIAS)
+
+
+@triton.jit
+def unpack(w, factors, y, SPANS, HAS_FACTORS: tl.constexpr, HALF: tl.constexpr, COUNT: tl.constexpr):
+    """The codes of COUNT of SPANS spans of 2 · HALF codes, times their factors, int8."""
+    span = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    inside, k = (span < SPANS)[:, None], tl.arange(0, HALF)
+    pairs = tl.load(w + span[:, None] * HALF + k[None, :], mask=inside, other=0)
+    factor = tl.load(factors + span, mask=span < SPANS, other=1).to(tl.int32) if HAS_FACTORS else tl.full((COUNT,), 1, tl.int32)
+    factor = tl.broadcast_to(factor[:, None], (COUNT, HALF))
+    place = y + span[:, None] * (2 * HALF) + k[None, :]
+    tl.store(place, _scaled(pairs, factor, False), mask=inside)
+    tl.store(place + HALF, _scaled(pairs, factor, True), mask=inside)

@@ -10,11 +10,15 @@ from typing import Any
 import torch
 
 from hadagen.errors import DeviceError
+from hadagen.models import int4
 from hadagen.models.products import providers
 from hadagen.models.products.choice import all_rows
 from hadagen.models.products.eligible import can_multiply
+from hadagen.models.products.library import unpacked
+from hadagen.models.products.operands import Operands
+from hadagen.models.products.operator import run
 
-_KEPT = 2  # providers of a product, besides the library
+_KEPT = 2  # providers of a product, besides those without a tile
 _FROM_MEMORY = 150e6  # bytes of weights that take turns, so that each comes from memory and not from L2
 _MOST_WEIGHTS = 12
 _CALLS, _REPLAYS = 4, 5  # at least so many calls in a graph
@@ -24,64 +28,75 @@ _ERROR = 3e-3  # of bfloat16 results of FP8 codes, relative to rounded exact sum
 
 
 def kinds() -> list[str]:
-    """The kinds of codes that some provider multiplies on the current GPU."""
-    return [kind for kind in providers.KINDS if can_multiply(_codes(kind, 16, 16), _codes(kind, 16, 16))]
+    """The kinds of weights that some provider multiplies on the current GPU."""
+    return [kind for kind in providers.KINDS if can_multiply(_codes(kind, 16, 64), _weight(kind, 16, 64))]
 
 
 def times(kind: str, n: int, out: int) -> dict[str, list[list[Any]]]:
     """Rows → [provider, microseconds] in the order of times, for codes [rows, n] and a weight [out, n] in memory.
 
     Each time is the median of a call in replays of a CUDA graph, for bfloat16 results. The fastest few are kept, and
-    the library. Raises `DeviceError` if no provider multiplies such codes, or one gives wrong values.
+    the one that needs no Triton. Raises `DeviceError` if no provider multiplies such codes, or one gives wrong values.
     """
     count = max(1, min(_MOST_WEIGHTS, int(_FROM_MEMORY // (n * out))))
-    weights = [_codes(kind, out, n) for _ in range(count)]
+    weights = [_weight(kind, out, n) for _ in range(count)]
     weight_scale = torch.rand(out, 1, device="cuda") + 0.5
+    factors = None
+    if kind == "int4":
+        factors = torch.randint(1, int4.MOST_FACTOR + 1, (out, n // int4.span_of(n)), dtype=torch.uint8, device="cuda")
     found = {}
     for many in all_rows():
         codes, scales = _codes(kind, many, n), torch.rand(many, 1, device="cuda") + 0.5
-        exact = _exact(codes[:_CHECKED], scales[:_CHECKED], weights[0], weight_scale)
+        of = Operands(codes, scales, weights[0], weight_scale, factors, None, torch.bfloat16)
+        exact = _exact(of._replace(codes=codes[:_CHECKED], scales=scales[:_CHECKED]))
         of_rows: list[tuple[float, str]] = []
-        for name in _wanted(codes, weights[0]):
+        for name in _wanted(of):
 
-            def call(weight: torch.Tensor, name: str = name, codes: Any = codes, scales: Any = scales) -> torch.Tensor:
-                return providers.run(name, codes, scales, weight, weight_scale, None, torch.bfloat16)
+            def call(weight: torch.Tensor, name: str = name, of: Operands = of) -> torch.Tensor:
+                return run(name, of._replace(weight=weight))
 
             _check(name, call(weights[0])[:_CHECKED], exact, kind)
             of_rows.append((round(median(_replayed(call, weights)), 2), name))
         if not of_rows:
-            raise DeviceError(f"no provider multiplies {kind} codes [{many}, {n}] and [{out}, {n}] on this GPU")
-        kept = [each for at, each in enumerate(sorted(of_rows)) if at < _KEPT or each[1] == providers.LIBRARY]
+            raise DeviceError(f"no provider multiplies {kind} codes of [{many}, {n}] and [{out}, {n}] on this GPU")
+        always = providers.LIBRARY, providers.UNPACK
+        kept = [each for at, each in enumerate(sorted(of_rows)) if at < _KEPT or each[1] in always]
         found[str(many)] = [[name, us] for us, name in kept]
     return found
 
 
-def _wanted(codes: torch.Tensor, weight: torch.Tensor) -> Iterator[str]:
+def _wanted(of: Operands) -> Iterator[str]:
     """The providers worth timing: no tiles with more than twice the rows, or far fewer."""
-    rows = codes.shape[0]
     for name in providers.NAMES:
         tile = providers.tile_of(name)
-        is_far = tile and (tile.rows > max(16, 2 * rows) or rows > _FAR[codes.dtype] * tile.rows)
-        if not is_far and providers.supports(name, codes, weight, torch.bfloat16):
+        is_far = tile and (tile.rows > max(16, 2 * of.rows) or of.rows > _FAR[of.codes.dtype] * tile.rows)
+        if not is_far and providers.supports(name, of):
             yield name
 
 
 def _codes(kind: str, rows: int, n: int) -> torch.Tensor:
-    if kind == "int8":
-        return torch.randint(-127, 128, (rows, n), dtype=torch.int8, device="cuda")
-    return torch.randn(rows, n, device="cuda").to(providers.KINDS[kind])
+    """Those of activations that go with a kind of weights."""
+    if kind == "fp8":
+        return torch.randn(rows, n, device="cuda").to(providers.KINDS[kind])
+    return torch.randint(-127, 128, (rows, n), dtype=torch.int8, device="cuda")
 
 
-def _exact(codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+def _weight(kind: str, out: int, n: int) -> torch.Tensor:
+    if kind == "int4":
+        return torch.randint(0, 256, (out, n // 2), dtype=torch.uint8, device="cuda")
+    return _codes(kind, out, n)
+
+
+def _exact(of: Operands) -> torch.Tensor:
     """Exact sums, of which INT8 codes give these bits."""
-    sums = codes.double() @ weight.double().T
-    return (sums.float() * scales * weight_scale.T).bfloat16()
+    sums = of.codes.double() @ unpacked(of).weight.double().T
+    return (sums.float() * of.scales * of.weight_scale.T).bfloat16()
 
 
 def _check(name: str, found: torch.Tensor, exact: torch.Tensor, kind: str) -> None:
     """Raises `DeviceError` for other bits of INT8 codes than those of the definition, or other values of FP8 codes."""
     error = float((found.double() - exact).norm() / exact.norm())
-    if not error <= (0 if kind == "int8" else _ERROR):
+    if not error <= (_ERROR if kind == "fp8" else 0):
         raise DeviceError(f"the provider {name!r} gives wrong values for {kind} codes; report it (error {error:.1e})")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -10,65 +11,56 @@ from torch.nn.functional import linear
 from hadagen.errors import DeviceError, SlowPathWarning, shortened
 from hadagen.models.products import providers
 from hadagen.models.products.choice import choose
-from hadagen.models.products.library import capability, int8_product
+from hadagen.models.products.library import capability, int8_product, unpacked
+from hadagen.models.products.operands import Operands
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.operators import register
 
 _KINDS = {dtype: kind for kind, dtype in providers.KINDS.items()}
-_INVARIANT = "tile 64x64x128, 4, 5"  # whose sums of FP8 codes are those of each row alone, in one order
-_failed: set[tuple[str, int, str, torch.dtype]] = set()  # (provider, device, kind, type of results) that cannot run
+_failed: set[tuple[str, int, torch.dtype, torch.dtype]] = set()  # (provider, device, types of codes and results)
 _told: set[tuple[str, str]] = set()  # (GPU, kind) without any provider
 
 
 def multiply_codes(
     codes: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
+    factors: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(codes · scales) · (weight · weight_scale)ᵀ + bias, [rows, out], for codes that `can_multiply`.
+    """(codes · scales) · weightᵀ + bias, [rows, out], for what `can_multiply`. The arguments are those of `Operands`.
 
-    codes: int8 or float8_e4m3fn [rows, n]. scales: float32 [rows, 1], or one element. weight: codes of the same type
-    [out, n]. weight_scale: float32 [out, 1]. bias: [out], or None. dtype: of the result, float16, bfloat16 or float32.
-
-    The sums of INT8 codes are exact; they are multiplied by scales and weight_scale in float32 and rounded, and then
-    the bias is added. So all providers give the same bits. The sums of FP8 codes are float32. With
+    The sums of INT8 codes are exact, with weights of 4 bits too; they are multiplied by scales and weight_scale in
+    float32 and rounded, and then the bias is added. So all providers give the same bits. Other sums are float32. With
     HADAGEN_BATCH_INVARIANT=1, they are those of one kernel of Triton for any number of rows, which is slower for many.
 
     If no provider multiplies such codes on a GPU, the values that they stand for are multiplied, with a
     `SlowPathWarning`. Raises `DeviceError` in place of that under HADAGEN_BATCH_INVARIANT=1.
     """
     added = None if bias is None else bias.to(dtype)
+    of = Operands(codes, scales, weight, weight_scale, factors, added, dtype)
     if codes.device.type == "cuda":
-        return _multiply(codes, scales, weight, weight_scale, added, dtype)  # type: ignore[no-any-return]
-    y = int8_product(codes, scales, weight, weight_scale).to(dtype)
+        return _multiply(*of)  # type: ignore[no-any-return]
+    y = int8_product(unpacked(of)).to(dtype)
     return y if added is None else y + added
 
 
-def _real(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    (rows, n), out = codes.shape, weight.shape[0]
-    if not rows or not out:
-        return codes.new_empty((rows, out), dtype=dtype)
-    device, kind = codes.device, _KINDS[codes.dtype]
+def _real(*operands: Any) -> torch.Tensor:
+    of = Operands(*(each.contiguous() if isinstance(each, torch.Tensor) else each for each in operands))
+    if not of.rows or not of.out:
+        return _fake(*operands)
+    device, kind = of.codes.device, _KINDS[of.weight.dtype]
     gpu = torch.cuda.get_device_name(device)
-    operands = codes.contiguous(), scales.contiguous(), weight.contiguous(), weight_scale.contiguous()
-    is_fixed = BATCH_INVARIANT and kind != "int8"  # whose sums are exact
-    chosen = (_INVARIANT,) if is_fixed else choose(gpu, capability(device), kind, n, out, rows).providers
-    for name in chosen:
-        key = name, device.index or 0, kind, dtype
-        if key in _failed or not providers.supports(name, codes, weight, dtype):
+    is_fixed = BATCH_INVARIANT and of.codes.dtype != torch.int8  # whose sums are exact
+    choice = choose(gpu, capability(device), kind, of.n, of.out, of.rows)
+    for name in (providers.invariant(of),) if is_fixed else choice.providers:
+        key = name, device.index or 0, of.codes.dtype, of.dtype
+        if key in _failed or not providers.supports(name, of):
             continue
         try:
-            return providers.run(name, *operands, bias, dtype)
+            return run(name, of)
         except Exception as error:  # of a compiler or its launcher, which Triton does not name
             is_of_call = isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA error" in str(error)
             if is_of_call or torch.cuda.is_current_stream_capturing():
@@ -77,7 +69,7 @@ def _real(
             warnings.warn(
                 f"products of codes on {gpu} go on without the provider {name!r}: {shortened(str(error))}", stacklevel=2
             )
-    what = f"no provider multiplies {kind} codes [{rows}, {n}] and [{out}, {n}] on {gpu}"
+    what = f"no provider multiplies {kind} codes of [{of.rows}, {of.n}] and [{of.out}, {of.n}] on {gpu}"
     if BATCH_INVARIANT:
         raise DeviceError(f"{what} with the same bits in every call; install Triton, or unset HADAGEN_BATCH_INVARIANT")
     if (gpu, kind) not in _told:
@@ -85,24 +77,28 @@ def _real(
         warnings.warn(
             f"{what}, so values are multiplied, which is slower; install Triton", SlowPathWarning, stacklevel=2
         )
-    y = linear(codes.to(dtype) * scales.to(dtype), (weight.float() * weight_scale).to(dtype))
-    return y if bias is None else y + bias
+    whole, x = unpacked(of), of.codes.to(of.dtype)
+    rows = x if of.scales is None else x * of.scales.to(of.dtype)
+    y = linear(rows, (whole.weight.float() * of.weight_scale).to(of.dtype))
+    return y if of.bias is None else y + of.bias
 
 
-def _fake(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return codes.new_empty((codes.shape[0], weight.shape[0]), dtype=dtype)
+def run(name: str, of: Operands) -> torch.Tensor:
+    """The result of a provider that supports these contiguous operands, with at least one row."""
+    if name == providers.UNPACK:
+        return _real(*of._replace(weight=providers.unpacked(of), factors=None))
+    return providers.run(name, of)
+
+
+def _fake(*operands: Any) -> torch.Tensor:
+    of = Operands(*operands)
+    return of.codes.new_empty((of.codes.shape[0], of.weight.shape[0]), dtype=of.dtype)
 
 
 _multiply = register(
     "multiply_codes",
-    "(Tensor codes, Tensor scales, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType dtype) -> Tensor",
+    "(Tensor codes, Tensor? scales, Tensor weight, Tensor weight_scale, Tensor? factors, Tensor? bias, "
+    "ScalarType dtype) -> Tensor",
     _real,
     _fake,
 )

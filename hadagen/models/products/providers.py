@@ -5,6 +5,8 @@ A provider has a name, which times are kept by:
     library                    `torch._int_mm` or `torch._scaled_mm`
     tile 64x128x128, 4, 4      `kernels.multiply`: rows, columns and elements of a tile, warps, stages
     boxes 128x256x128, 8, 3    `kernels.multiply_boxes`, on GPUs with tensor descriptors
+    pairs 64x64x128, 4, 4      `kernels.multiply_pairs`, for weights of 4 bits
+    unpack                     makes INT8 codes of a weight of 4 bits, for the provider of these
 """
 
 from __future__ import annotations
@@ -17,28 +19,38 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hadagen.models import int4
 from hadagen.models.products import library
 from hadagen.models.products.library import capability, fp8_product, int8_product, multiplies
+from hadagen.models.products.operands import Operands
 
-KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-LIBRARY = "library"
+KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  # of weights
+LIBRARY, UNPACK = "library", "unpack"
 _WGMMA = 64  # the fewest rows of a tile that wgmma multiplies, which takes FP8 as it is
 _SHARED_BYTES, _LEAST_SHARED_BYTES = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}, 101376
 _BOXES = 90  # the least capability with tensor descriptors
 _TOGETHER = 8  # rows of tiles whose blocks run at about the same time, and share the codes of a weight in L2
-_NAME = re.compile(r"(tile|boxes) ([1-9]\d*)x([1-9]\d*)x([1-9]\d*), ([1-9]\d*), ([1-9]\d*)", re.ASCII)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # of the factors of spans of a step
+_UNPACKED = 32  # spans of a block
+_LEAST_SPAN = 64  # whose halves fill a product of tensor cores
+_NAME = re.compile(r"(tile|boxes|pairs) ([1-9]\d*)x([1-9]\d*)x([1-9]\d*), ([1-9]\d*), ([1-9]\d*)", re.ASCII)
 _TILES = """
     tile 16x32x512, 4, 4;  tile 16x32x256, 4, 5;  tile 16x64x256, 4, 4;  tile 16x64x128, 4, 6;  tile 16x128x128, 4, 4
     tile 32x32x256, 4, 4;  tile 32x64x256, 4, 4;  tile 32x64x128, 4, 6
     tile 64x32x256, 4, 4;  tile 64x64x256, 4, 4;  tile 64x64x128, 4, 5;  tile 64x128x128, 4, 4
     tile 128x64x128, 4, 4;  tile 128x128x128, 8, 4;  tile 128x256x128, 8, 3
     boxes 64x128x128, 4, 4;  boxes 128x128x128, 4, 4;  boxes 128x256x128, 8, 3;  boxes 256x128x128, 8, 3
+    pairs 16x16x512, 2, 4;  pairs 16x32x512, 4, 4;  pairs 16x32x256, 4, 6;  pairs 16x64x256, 4, 5
+    pairs 16x64x128, 4, 8;  pairs 16x128x128, 4, 6;  pairs 32x32x512, 4, 3;  pairs 32x64x256, 4, 4
+    pairs 32x64x128, 4, 6;  pairs 64x64x256, 4, 4;  pairs 64x64x128, 4, 5;  pairs 64x128x128, 4, 4
+    pairs 128x64x128, 4, 4;  pairs 128x128x128, 8, 4;  pairs 256x64x128, 4, 3;  pairs 256x128x128, 8, 3
+    pairs 128x256x128, 8, 3
 """
-NAMES = (LIBRARY, *filter(None, map(str.strip, re.split(r"[;\n]", _TILES))))
+NAMES = (LIBRARY, UNPACK, *filter(None, map(str.strip, re.split(r"[;\n]", _TILES))))
 
 
 class Tile(NamedTuple):
-    """kind: "tile" or "boxes". rows, columns, depth: of a tile. warps, stages: of a block."""
+    """kind: "tile", "boxes" or "pairs". rows, columns, depth: of a tile. warps, stages: of a block."""
 
     kind: str
     rows: int
@@ -47,16 +59,17 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
-    def shared_bytes(self, dtype: torch.dtype) -> int:
-        """Of the stages, and for boxes of a tile of results of a type."""
-        results = dtype.itemsize * self.rows * self.columns if self.kind == "boxes" else 0
-        return (self.rows + self.columns) * self.depth * self.stages + results
+    def shared_bytes(self, codes: torch.dtype, results: torch.dtype) -> int:
+        """Of the stages, and for boxes of a tile of results."""
+        of_weight = self.columns * self.depth // (2 if self.kind == "pairs" else 1)
+        of_results = results.itemsize * self.rows * self.columns if self.kind == "boxes" else 0
+        return (self.rows * self.depth * codes.itemsize + of_weight) * self.stages + of_results
 
 
 @cache
 def tile_of(name: str) -> Tile | None:
-    """The tile of a provider; None for a library. Raises `ValueError` for a name that is none."""
-    if name == LIBRARY:
+    """The tile of a provider; None for one without. Raises `ValueError` for a name that is none."""
+    if name in (LIBRARY, UNPACK):
         return None
     found = _NAME.fullmatch(name)
     if found is None:
@@ -64,26 +77,32 @@ def tile_of(name: str) -> Tile | None:
     return Tile(found[1], *map(int, found.groups()[1:]))
 
 
-def fits(name: str, dtype: torch.dtype, n: int, out: int) -> bool:
-    """Whether a provider takes codes of these sizes, on any GPU."""
-    tile = tile_of(name)
+def fits(name: str, weight: torch.dtype, n: int, out: int) -> bool:
+    """Whether a provider takes a weight [out, n] with codes of a type, on any GPU."""
+    tile, is_packed = tile_of(name), weight == torch.uint8
     if tile is None:
-        return library.fits(dtype, out, n)
+        return is_packed if name == UNPACK else not is_packed and library.fits(weight, out, n)
+    if tile.kind == "pairs":
+        span = int4.span_of(n)
+        return is_packed and n % tile.depth == 0 and tile.depth // span in _WORDS and span >= _LEAST_SPAN
     # The rows of boxes begin at multiples of 16 bytes, and their sums are int32.
-    return tile.kind != "boxes" or (dtype == torch.int8 and n % 16 == 0)
+    return not is_packed and (tile.kind != "boxes" or (weight == torch.int8 and n % 16 == 0))
 
 
-def supports(name: str, codes: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a provider multiplies codes [rows, n] by those of a weight [out, n] on their GPU, to results of dtype."""
-    tile, device = tile_of(name), codes.device
+def supports(name: str, of: Operands) -> bool:
+    """Whether a provider multiplies these on their GPU."""
+    tile, device = tile_of(name), of.codes.device
+    if not fits(name, of.weight.dtype, of.n, of.out):
+        return False
+    if name == UNPACK:
+        return of.codes.dtype == torch.int8
     if tile is None:
-        return multiplies(codes, weight, capability(device))
-    out, n = weight.shape
-    if weight.dtype != codes.dtype or not has_tiles(codes.dtype, capability(device)):
+        return multiplies(of.codes, of.weight, capability(device))
+    if not has_tile(of.codes.dtype, of.weight.dtype, of.n) or not has_tiles(of.codes.dtype, capability(device)):
         return False
-    if not fits(name, codes.dtype, n, out) or tile.shared_bytes(dtype) > _shared_bytes(device):
+    if tile.shared_bytes(of.codes.dtype, of.dtype) > _shared_bytes(device):
         return False
-    is_aligned = codes.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    is_aligned = of.codes.data_ptr() % 16 == 0 and of.weight.data_ptr() % 16 == 0
     return tile.kind != "boxes" or (is_aligned and capability(device) >= _BOXES and _has_boxes())
 
 
@@ -98,9 +117,16 @@ def _has_boxes() -> bool:
     return find_spec("triton.tools.tensor_descriptor") is not None
 
 
-def has_tiles(kind: torch.dtype, capability: int) -> bool:
-    """Whether Triton is there, which PyTorch for GPUs brings on Linux, and multiplies codes of this type on a GPU."""
-    return kind in KINDS.values() and capability >= (80 if kind == torch.int8 else 89) and _has_triton()
+def has_tile(codes: torch.dtype, weight: torch.dtype, n: int) -> bool:
+    """Whether tiles multiply rows of n by a weight with codes of another type, or the same."""
+    if weight == torch.uint8:
+        return n % _LEAST_SPAN == 0 and (codes.is_floating_point and codes.itemsize <= 2 or codes == torch.int8)
+    return codes == weight
+
+
+def has_tiles(codes: torch.dtype, capability: int) -> bool:
+    """Whether Triton is there, which PyTorch for GPUs brings on Linux, and multiplies such codes or values on a GPU."""
+    return capability >= (89 if codes == torch.float8_e4m3fn else 80) and _has_triton()
 
 
 @cache
@@ -108,67 +134,83 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def run(
-    name: str,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The result [rows, out] of a provider that supports these codes; the arguments of `multiply_codes`, with at least
-    one row and contiguous."""
+def invariant(of: Operands) -> str:
+    """The provider whose sums of codes or values are those of each row alone, in one order."""
+    return f"pairs 64x64x{int4.span_of(of.n)}, 4, 4" if of.weight.dtype == torch.uint8 else "tile 64x64x128, 4, 5"
+
+
+def run(name: str, of: Operands) -> torch.Tensor:
+    """The result [rows, out] of a provider that supports these operands, which are contiguous, with at least one row.
+    `UNPACK` is none by itself."""
     tile = tile_of(name)
     if tile is not None:
-        rounds = dtype != torch.float32  # before the bias is added, else a kernel would round once
-        y = _launch(tile, codes, scales, weight, weight_scale, bias if rounds else None, dtype)
-        return y if bias is None or rounds else y + bias
-    if codes.dtype == torch.int8:
-        y = int8_product(codes, scales, weight, weight_scale)
+        # A kernel rounds before it adds a bias, and has no rounding of float32.
+        y = _launch(tile, of if of.dtype != torch.float32 else of._replace(bias=None))
+        return y if of.bias is None or of.dtype != torch.float32 else y + of.bias
+    if of.codes.dtype == torch.int8:
+        y = int8_product(of)
     else:
         # Other GPUs have no kernel with scales of rows, and this one gives no type but bfloat16.
-        by_row = dtype == torch.bfloat16 and capability(codes.device) // 10 in (9, 10)
-        y = fp8_product(codes, scales, weight, weight_scale, by_row=by_row)
-    y = y.to(dtype)
-    return y if bias is None else y + bias
+        by_row = of.dtype == torch.bfloat16 and capability(of.codes.device) // 10 in (9, 10)
+        y = fp8_product(of, by_row=by_row)
+    y = y.to(of.dtype)
+    return y if of.bias is None else y + of.bias
 
 
-def _launch(
-    tile: Tile,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def unpacked(of: Operands) -> torch.Tensor:
+    """The INT8 codes [out, n] of a weight of 4 bits, times their factors."""
+    half = int4.span_of(of.n) // 2
+    if not has_tiles(torch.int8, capability(of.codes.device)) or half * 2 < _LEAST_SPAN:
+        return library.unpacked(of).weight
     from hadagen.models.products import kernels
 
-    (rows, n), out = codes.shape, weight.shape[0]
-    y = codes.new_empty((rows, out), dtype=dtype)
-    tiles = -(-rows // tile.rows) * -(-out // tile.columns)
-    sizes = y, scales, weight_scale, y if bias is None else bias, rows, out, n
+    made = of.weight.new_empty((of.out, of.n), dtype=torch.int8)
+    spans = made.numel() // (2 * half)
+    factors = of.weight if of.factors is None else of.factors
+    with torch.cuda.device(of.codes.device):
+        kernels.unpack[(-(-spans // _UNPACKED),)](
+            of.weight, factors, made, spans, HAS_FACTORS=of.factors is not None, HALF=half, COUNT=_UNPACKED
+        )
+    return made
+
+
+def _launch(tile: Tile, of: Operands) -> torch.Tensor:
+    from hadagen.models.products import kernels
+
+    y = of.codes.new_empty((of.rows, of.out), dtype=of.dtype)
+    tiles = -(-of.rows // tile.rows) * -(-of.out // tile.columns)
+    bias = y if of.bias is None else of.bias
+    scales = of.weight_scale if of.scales is None else of.scales
+    is_wide = of.codes.dtype == torch.float8_e4m3fn
     options: dict[str, Any] = {
-        "BY_ROW": scales.numel() == rows,
-        "HAS_BIAS": bias is not None,
+        "SCALES": "none" if of.scales is None else "rows" if scales.numel() == of.rows else "one",
+        "HAS_BIAS": of.bias is not None,
         "BM": tile.rows,
         "BN": tile.columns,
-        "BK": tile.depth,
         "GROUP": _TOGETHER,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    with torch.cuda.device(codes.device):
-        if tile.kind == "tile":
-            kernels.multiply[(tiles,)](
-                codes, weight, *sizes, WIDE=codes.dtype != torch.int8 and tile.rows < _WGMMA, **options
+    with torch.cuda.device(of.codes.device):
+        if tile.kind == "pairs":
+            span = int4.span_of(of.n)
+            spans = tile.depth // span
+            factors = of.weight if of.factors is None else of.factors.view(_WORDS[spans])
+            options |= {"HAS_FACTORS": of.factors is not None, "WIDE": is_wide, "HALF": span // 2, "SPANS": spans}
+            sizes = of.rows, of.out, of.n // 2
+            kernels.multiply_pairs[(tiles,)](
+                of.codes, of.weight, y, scales, of.weight_scale, factors, bias, *sizes, **options
             )
+            return y
+        sizes = y, scales, of.weight_scale, bias, of.rows, of.out, of.n  # type: ignore[assignment]
+        options["BK"] = tile.depth
+        if tile.kind == "tile":
+            kernels.multiply[(tiles,)](of.codes, of.weight, *sizes, WIDE=is_wide and tile.rows < _WGMMA, **options)
             return y
         from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
         boxes: Callable[..., Any] = TensorDescriptor.from_tensor
-        blocks = min(tiles, torch.cuda.get_device_properties(codes.device).multi_processor_count)
-        operands = boxes(codes, [tile.rows, tile.depth]), boxes(weight, [tile.columns, tile.depth])
+        blocks = min(tiles, torch.cuda.get_device_properties(of.codes.device).multi_processor_count)
+        operands = boxes(of.codes, [tile.rows, tile.depth]), boxes(of.weight, [tile.columns, tile.depth])
         kernels.multiply_boxes[(blocks,)](*operands, *sizes, blocks, **options)
     return y
