@@ -177,19 +177,25 @@ def decoder_table() -> str:
     """Milliseconds of a pass through layers of a model, how many times as fast as bfloat16, and what rotations cost."""
     if (data := files.read_json(files.DECODER)) is None:
         return files.NO_DATA
-    ms = {(row["model"], row["pass"]): row["ms"] for row in data["rows"]}
+    versions = data["versions"]
+    with_these = f"On an {versions['device']}, PyTorch {versions['torch']}, transformers {versions['transformers']}"
+    of_modules, compiled = (_passes([row for row in data["rows"] if row["compiled"] is each]) for each in (False, True))
+    return f"{with_these}:\n\n{of_modules}\n\nThe same with `torch.compile`, bfloat16 too:\n\n{compiled}"
+
+
+def _passes(rows: list[dict[str, Any]]) -> str:
+    ms = {(row["model"], row["pass"]): row["ms"] for row in rows}
     models, passes = (list(dict.fromkeys(key[i] for key in ms)) for i in (0, 1))
     table = []
     for model in models:
         plain = model.partition(",")[0]
         cells = [f"{ms[model, each]:.2f}" for each in passes]
         cells += [f"{ms[models[0], each] / ms[model, each]:.2f}" for each in passes]
-        cost = max(ms[model, each] / ms[plain, each] - 1 for each in passes)
-        table.append([model, *cells, "–" if model == plain else f"{cost:.1%}"])
-    versions = data["versions"]
-    with_these = f"On an {versions['device']}, PyTorch {versions['torch']}, transformers {versions['transformers']}:"
+        is_rotated = model != plain and plain in models
+        cost = f"{max(ms[model, each] / ms[plain, each] - 1 for each in passes):.1%}" if is_rotated else "–"
+        table.append([model, *cells, cost])
     heads = ["ms, then times as fast", *passes, *passes, "rotation costs at most"]
-    return f"{with_these}\n\n{grid('l' + 'r' * (2 * len(passes) + 1), heads, table)}"
+    return grid("l" + "r" * (2 * len(passes) + 1), heads, table)
 
 
 def resources_table() -> str:

@@ -2,6 +2,7 @@
 
     python examples/decoder.py                      # on a GPU: a table of milliseconds
     python examples/decoder.py --json decoder.json  # and all numbers in a file
+    python examples/decoder.py --compile            # with torch.compile, beside bfloat16 with it
     python examples/decoder.py check                # on any device, with a small model: errors against float32
 
 The weights are random. Each pass runs in a CUDA graph, and ends with the logits of the last token of each sequence:
@@ -73,8 +74,10 @@ def with_codes(model: Any, scheme: Scheme | None) -> Any:
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
-def measured(shape: Shape) -> list[dict[str, Any]]:
+def measured(shape: Shape, compiled: bool) -> list[dict[str, Any]]:
     models = {name: with_codes(shape.model("cuda", torch.bfloat16), scheme) for name, scheme in shape.schemes().items()}
+    if compiled:
+        models = {name: torch.compile(model, dynamic=False) for name, model in models.items()}
     found: dict[tuple[str, str], list[float]] = {}
     for _, title in product(range(ROUNDS), PASSES):
         ids = torch.randint(shape.vocab_size, PASSES[title], device="cuda")
@@ -84,7 +87,8 @@ def measured(shape: Shape) -> list[dict[str, Any]]:
     rows = []
     for name, title in product(models, PASSES):
         times = found[name, title]
-        rows.append({"model": name, "pass": title, "ms": median(times), "low": min(times), "high": max(times)})
+        spread = {"ms": median(times), "low": min(times), "high": max(times)}
+        rows.append({"model": name, "pass": title, "compiled": compiled} | spread)
         print(f"{name:13} {title:16} {rows[-1]['ms']:8.3f} ms", flush=True)
     return rows
 
@@ -109,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time passes through layers of Llama-3-8B's size.")
     parser.add_argument("command", nargs="?", choices=("measure", "check"), default="measure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the times to a file")
+    parser.add_argument("--compile", action="store_true", help="compile the models")
     options = parser.parse_args()
     with torch.inference_mode():
         if options.command == "check":
@@ -116,7 +121,7 @@ def main() -> None:
             return
         if not torch.cuda.is_available():
             raise SystemExit("there is no GPU to measure; on a CPU, run: python examples/decoder.py check")
-        rows = measured(Shape())
+        rows = measured(Shape(), options.compile)
     if options.json:
         write(options.json, hadagen, torch, transformers, rows=rows)
 

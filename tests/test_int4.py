@@ -15,7 +15,6 @@ pytest.importorskip("tokenizers")
 from test_cli_models import load, plain, saved, tensors, text  # noqa: F401
 from tiny_models import TOKENS, error, logits
 
-from hadagen import rotate_quantize
 from hadagen.errors import UsageError
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models import gptq, int4

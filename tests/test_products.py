@@ -39,6 +39,7 @@ def forget() -> None:
     choice._measured.cache_clear()
     choice._choose.cache_clear()
     operator._failed.clear()
+    choice.chosen.clear()
     operator._told.clear()
 
 

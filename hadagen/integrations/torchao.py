@@ -434,7 +434,7 @@ def _product(x: Any, weight: Any) -> torch.Tensor:
     is_int8 = isinstance(x, _Int8)  # whose own product takes no codes for x
     by_row = is_int8 and weight.scale.shape[1] == 1
     if by_row and can_multiply(x.qdata, weight.qdata):
-        return multiply_codes(x.qdata, x.scale, weight.qdata, weight.scale, None, x.dtype)
+        return multiply_codes(x.qdata, x.scale, weight.qdata, weight.scale, None, None, x.dtype)
     if is_int8 or (isinstance(x, _NVFP4) and not _multiplies_blocks(x.device)):
         x, weight = (each.dequantize(torch.float32) for each in (x, weight))
     return torch.nn.functional.linear(x, weight)

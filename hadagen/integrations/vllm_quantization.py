@@ -238,7 +238,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         self, layer: Any, x: Quantized | torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None
     ) -> torch.Tensor:
         weight = OfWeight(layer.weight.squeeze(-1), layer.weight_scale, getattr(layer, "weight_factor", None))
-        if not self.multiplies:
+        if not self.multiplies or not isinstance(x, Quantized):
             return product_of(x, weight, bias, dtype)
         scales = x.scales.reshape(-1, 1)
         found = _custom_ops.cutlass_scaled_mm(x.codes, weight.codes.T, scales, weight.scales, dtype, bias)

@@ -80,9 +80,7 @@ def _halves(x: torch.Tensor, half: int) -> torch.Tensor:
     return x.unflatten(-1, (-1, 2, half))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def values(
-    codes: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
+def values(codes: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The values [out, in] of packed codes with their scales and factors, in a dtype."""
     return (unpacked(codes, factors).float() * scales).to(dtype)
 
@@ -138,7 +136,7 @@ def rounded(weight: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torc
     group: the elements with one factor; None for weights with a scale for each row, which have no factors.
     """
     rows = max(1, _CACHED // weight.shape[1]) if weight.device.type == "cpu" else max(1, len(weight))
-    parts = []
+    parts: list[tuple[torch.Tensor, ...]] = []
     for part in weight.split(rows):  # type: ignore[no-untyped-call]
         groups = part.float().unflatten(-1, (-1, group or part.shape[1]))
         best = scales_of(groups)
@@ -149,5 +147,5 @@ def rounded(weight: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torc
         factors = factors_of(groups, best, scales[..., None])
         codes = packed(nearest(groups, factors * scales[..., None]).flatten(-2))
         parts.append((codes, scales, factors.squeeze(-1).to(torch.uint8)))
-    codes, scales, *factors = (torch.cat(each) for each in zip(*parts, strict=True))
-    return codes, scales, factors[0] if factors else None
+    of_codes, of_scales, *of_factors = (torch.cat(each) for each in zip(*parts, strict=True))
+    return of_codes, of_scales, of_factors[0] if of_factors else None

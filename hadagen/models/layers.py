@@ -19,6 +19,7 @@ from hadagen.runtime.quantize import rotate_quantize
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 
+
 class OfWeight(NamedTuple):
     """A weight [out, in]: its codes, or with two to a byte [out, in/2]; its scales; and its factors, if it has any."""
 
@@ -132,6 +133,10 @@ class QuantizedLinear(torch.nn.Module):
     same type. With `before`, a prologue such as SiluMul(), x is [..., 2·in].
     """
 
+    weight: torch.nn.Parameter
+    weight_scale: torch.nn.Parameter
+    weight_factor: torch.nn.Parameter | None
+
     def __init__(
         self,
         name: str,
@@ -153,7 +158,7 @@ class QuantizedLinear(torch.nn.Module):
                 f"{name} has {in_features} inputs, but the quantization_config rotates {online.n}; quantize it again"
             )
         self.rotation = online.rotation() if online else None
-        self.weight_factor: torch.nn.Parameter | None = None
+        self.weight_factor = None
         for part, shape in shapes_of(name, out_features, in_features, scheme.weights).items():
             setattr(self, part, frozen(torch.empty(shape, device=device, dtype=type_of(part, scheme.weights))))
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from hadagen.errors import StorageError, UsageError, shortened, shown
 from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, Sizes, planned
-from hadagen.models.layers import OF_WEIGHT, TYPES, shapes_of, type_of
+from hadagen.models.layers import OF_WEIGHT, shapes_of, type_of
 from hadagen.models.scheme import AUTO, GROUPS, Scheme
 
 Kind = tuple[str, list[int]]  # the type of a tensor, as safetensors name it, and its shape
@@ -70,7 +70,9 @@ def check_scheme(scheme: Scheme, sizes: Sizes | None) -> None:
 
 def _check_pairs(found: Mapping[str, Kind], scheme: Scheme) -> None:
     """Raise `UsageError` for codes without scales, scales without codes, and such that do not fit together."""
-    names = {name.removesuffix(end) for name in found for end in (".weight_scale", ".weight_factor") if name.endswith(end)}
+    names = {
+        name.removesuffix(end) for name in found for end in (".weight_scale", ".weight_factor") if name.endswith(end)
+    }
     codes = (name for name, (stored_type, _) in found.items() if stored_type not in FLOATS and name.endswith(".weight"))
     for name in sorted(names.union(each.removesuffix(".weight") for each in codes)):
         parts = {part: found[f"{name}.{part}"] for part in OF_WEIGHT if f"{name}.{part}" in found}

@@ -27,6 +27,8 @@ from hadagen.tuning_db.atomic_file import atomic_file
 SHIPPED = Path(__file__).with_name("times.json")
 MOST_ROWS = 8192  # that are measured, from 1 on, in powers of two
 
+chosen: dict[tuple[Any, ...], str] = {}  # sizes, types and a GPU → the provider that ran for them in this process
+
 Times = dict[str, list[tuple[str, float]]]  # rows → providers and microseconds
 
 
@@ -73,7 +75,7 @@ def _by_rule(kind: str, rows: int) -> Iterator[str]:
     """Tiles that fit on most GPUs, and the library, which is fast for many rows of FP8."""
     if kind == "int4":
         tile, depths = ("16x32", "512, 256, 128, 64") if rows <= 16 else ("32x64" if rows <= 32 else "64x64", "128, 64")
-        yield from (f"pairs {tile}x{depth}, 4, 4" for depth in depths.split(", "))
+        yield from (f"pairs {tile}x{depth}, 4, 4, 1" for depth in depths.split(", "))
         yield UNPACK
         return
     if rows <= 16:
@@ -104,6 +106,7 @@ def keep(gpu: str, capability: int, kind: str, shapes: Mapping[str, Any], path: 
         new.write_text(json.dumps(content).replace(']]}, "', ']]},\n "') + "\n", encoding="utf-8")  # a line a product
     _measured.cache_clear()
     _choose.cache_clear()
+    chosen.clear()
 
 
 @cache

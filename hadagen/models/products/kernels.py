@@ -100,15 +100,25 @@ _HIGH: Any = tl.constexpr(_SCALED.value.format(shift=4))
 
 @triton.jit
 def _scaled(pairs, factors, HIGH: tl.constexpr):
-    """The codes in low or high nibbles, times their factors, int8."""
+    """The codes in low or high nibbles, times their factors, int8. Four codes of a word have one factor: layouts of
+    INT8 operands have four elements of a row in a register, as the instructions of tensor cores take them."""
     text: tl.constexpr = _HIGH if HIGH else _LOW
     return tl.inline_asm_elementwise(text, "=r,r,r,r,r,r", [pairs, factors], dtype=tl.int8, is_pure=True, pack=4)
 
 
+@triton.jit
+def _operand(pairs, factor, HIGH: tl.constexpr, TYPE: tl.constexpr):
+    """The codes of rows times their factors, in a type."""
+    if tl.int8 == TYPE:
+        return _scaled(pairs, tl.broadcast_to(factor[:, None], pairs.shape), HIGH)
+    # Registers of 16-bit operands have fewer elements of a row.
+    return _scaled(pairs, tl.full(pairs.shape, 1, tl.int32), HIGH).to(TYPE) * factor.to(TYPE)[:, None]
+
+
 @triton.jit(do_not_specialize=["M"])
 def multiply_pairs(
-    a, w, y, row_scale, weight_scale, factors, bias, M, N, BYTES,
-    SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTORS: tl.constexpr, WIDE: tl.constexpr,
+    a, w, y, row_scale, weight_scale, factors, bias, sums, M, N, BYTES,
+    SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTORS: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
     HALF: tl.constexpr, SPANS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A tile of y for each block, of rows of BYTES of w. Codes of w go from memory shared by a block to registers, and
@@ -116,30 +126,47 @@ def multiply_pairs(
 
     factors: one for each span of 2 · HALF codes, SPANS of them in a word, or HAS_FACTORS is false. A step takes SPANS
     spans. WIDE: whether FP8 codes of a become float16 first. Values of a are multiplied by codes in their own type.
+    SPLITS: the blocks that share the steps of a tile of INT8 codes. They add their sums in `sums`: zeros of int32
+    [M, N], and behind them one for each tile, which counts blocks. The last one makes the tile of y.
     """
-    row, column = _tile(M, N, BM, BN, GROUP, tl.program_id(0))
+    row, column = _tile(M, N, BM, BN, GROUP, tl.program_id(0) // SPLITS)
     m, n, k = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN), tl.arange(0, HALF)
     left = w + (n % N)[:, None].to(tl.int64) * BYTES + k[None, :]
     right = a + (m % M)[None, :].to(tl.int64) * (2 * BYTES) + k[:, None]
     steps = BYTES // (HALF * SPANS)
+    part = tl.program_id(0) % SPLITS
+    first, end = steps * part // SPLITS, steps * (part + 1) // SPLITS
     words = factors + (n % N).to(tl.int64) * steps
-    word = tl.load(words) if HAS_FACTORS else 0
+    word = tl.load(words + first).to(tl.int32) if HAS_FACTORS else tl.full((BN,), 1, tl.int32)
     total = tl.zeros((BN, BM), dtype=tl.int32 if a.dtype.element_ty == tl.int8 else tl.float32)
-    for step in range(0, steps):
+    other = total  # of high nibbles in small tiles, whose products would wait for each other
+    for step in range(first, end):
         if HAS_FACTORS:  # of the next step, while this one computes
-            ahead = tl.load(words + min(step + 1, steps - 1))
+            ahead = tl.load(words + min(step + 1, steps - 1)).to(tl.int32)
         for at in tl.static_range(SPANS):
             span = step * SPANS + at
             pairs = tl.load(left + span * HALF)
             low, high = tl.load(right + span * (2 * HALF)), tl.load(right + span * (2 * HALF) + HALF)
-            factor = word.to(tl.int32) >> (8 * at) & 255 if HAS_FACTORS else tl.full((BN,), 1, tl.int32)
-            factor = tl.broadcast_to(factor[:, None], (BN, HALF))
+            factor = word >> (8 * at) & 255 if HAS_FACTORS else word
             if WIDE:
                 low, high = low.to(tl.float16), high.to(tl.float16)
-            total = tl.dot(_scaled(pairs, factor, False).to(low.dtype), low, total, out_dtype=total.dtype)
-            total = tl.dot(_scaled(pairs, factor, True).to(high.dtype), high, total, out_dtype=total.dtype)
+            total = tl.dot(_operand(pairs, factor, False, low.dtype), low, total, out_dtype=total.dtype)
+            if BM <= 32:
+                other = tl.dot(_operand(pairs, factor, True, low.dtype), high, other, out_dtype=total.dtype)
+            else:
+                total = tl.dot(_operand(pairs, factor, True, low.dtype), high, total, out_dtype=total.dtype)
         if HAS_FACTORS:
             word = ahead
+    total += other
+    if SPLITS > 1:
+        inside = (n < N)[:, None] & (m < M)[None, :]
+        place = sums + m[None, :].to(tl.int64) * N + n[:, None]
+        tl.atomic_add(place, total, mask=inside, sem="relaxed")
+        tl.debug_barrier()  # before the count, which releases the sums of all threads
+        count = tl.atomic_add(sums + M.to(tl.int64) * N + tl.program_id(0) // SPLITS, 1)
+        if count < SPLITS - 1:
+            return
+        total = tl.load(place, mask=inside, other=0, cache_modifier=".cg")
     _store(total.T, y, row_scale, weight_scale, bias, m, n, M, N, SCALES, HAS_BIAS)
 
 
@@ -149,7 +176,11 @@ def unpack(w, factors, y, SPANS, HAS_FACTORS: tl.constexpr, HALF: tl.constexpr, 
     span = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     inside, k = (span < SPANS)[:, None], tl.arange(0, HALF)
     pairs = tl.load(w + span[:, None] * HALF + k[None, :], mask=inside, other=0)
-    factor = tl.load(factors + span, mask=span < SPANS, other=1).to(tl.int32) if HAS_FACTORS else tl.full((COUNT,), 1, tl.int32)
+    factor = (
+        tl.load(factors + span, mask=span < SPANS, other=1).to(tl.int32)
+        if HAS_FACTORS
+        else tl.full((COUNT,), 1, tl.int32)
+    )
     factor = tl.broadcast_to(factor[:, None], (COUNT, HALF))
     place = y + span[:, None] * (2 * HALF) + k[None, :]
     tl.store(place, _scaled(pairs, factor, False), mask=inside)

@@ -89,6 +89,7 @@ def _weight(kind: str, out: int, n: int) -> torch.Tensor:
 
 def _exact(of: Operands) -> torch.Tensor:
     """Exact sums, of which INT8 codes give these bits."""
+    assert of.scales is not None
     sums = of.codes.double() @ unpacked(of).weight.double().T
     return (sums.float() * of.scales * of.weight_scale.T).bfloat16()
 

@@ -12,8 +12,8 @@ class Operands(NamedTuple):
 
     codes: int8 or float8_e4m3fn [rows, n]; or values of type float16 or bfloat16, whose scales are None. scales:
     float32 [rows, 1], or one element. weight: codes of the same type [out, n]; or uint8 [out, n/2], two codes of 4 bits
-    to a byte, as `hadagen.models.int4` packs them. weight_scale: float32 [out, 1]. factors: uint8 [out, groups] of codes
-    of 4 bits, or None. bias: [out] of type dtype, or None. dtype: of the result.
+    to a byte, as `hadagen.models.int4` packs them. weight_scale: float32 [out, 1]. factors: of codes of 4 bits, uint8
+    [out, groups], or None. bias: [out] of type dtype, or None. dtype: of the result.
     """
 
     codes: torch.Tensor

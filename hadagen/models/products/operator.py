@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from hadagen.errors import DeviceError, SlowPathWarning, shortened
 from hadagen.models.products import providers
-from hadagen.models.products.choice import choose
+from hadagen.models.products.choice import choose, chosen
 from hadagen.models.products.library import capability, int8_product, unpacked
 from hadagen.models.products.operands import Operands
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -48,24 +48,33 @@ def multiply_codes(
 
 
 def _real(*operands: Any) -> torch.Tensor:
-    of = Operands(*(each.contiguous() if isinstance(each, torch.Tensor) else each for each in operands))
+    parts: Any = (each.contiguous() if isinstance(each, torch.Tensor) else each for each in operands)
+    of = Operands(*parts)
     if not of.rows or not of.out:
         return _fake(*operands)
-    device, kind = of.codes.device, _KINDS[of.weight.dtype]
+    device = of.codes.device
+    is_aligned = (of.codes.data_ptr() | of.weight.data_ptr()) % providers.ALIGNMENT == 0
+    sizes = (of.rows - 1).bit_length(), of.n, of.out, is_aligned  # all that `choose` and `supports` ask for
+    key = *sizes, of.codes.dtype, of.weight.dtype, of.dtype, device.index
+    if (known := chosen.get(key)) is not None:
+        return run(known, of)
+    kind = _KINDS[of.weight.dtype]
     gpu = torch.cuda.get_device_name(device)
     is_fixed = BATCH_INVARIANT and of.codes.dtype != torch.int8  # whose sums are exact
     choice = choose(gpu, capability(device), kind, of.n, of.out, of.rows)
     for name in (providers.invariant(of),) if is_fixed else choice.providers:
-        key = name, device.index or 0, of.codes.dtype, of.dtype
-        if key in _failed or not providers.supports(name, of):
+        failure = name, device.index or 0, of.codes.dtype, of.dtype
+        if failure in _failed or not providers.supports(name, of):
             continue
         try:
-            return run(name, of)
+            found = run(name, of)
+            chosen[key] = name
+            return found
         except Exception as error:  # of a compiler or its launcher, which Triton does not name
             is_of_call = isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA error" in str(error)
             if is_of_call or torch.cuda.is_current_stream_capturing():
                 raise
-            _failed.add(key)
+            _failed.add(failure)
             warnings.warn(
                 f"products of codes on {gpu} go on without the provider {name!r}: {shortened(str(error))}", stacklevel=2
             )

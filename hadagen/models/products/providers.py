@@ -5,7 +5,7 @@ A provider has a name, which times are kept by:
     library                    `torch._int_mm` or `torch._scaled_mm`
     tile 64x128x128, 4, 4      `kernels.multiply`: rows, columns and elements of a tile, warps, stages
     boxes 128x256x128, 8, 3    `kernels.multiply_boxes`, on GPUs with tensor descriptors
-    pairs 64x64x128, 4, 4      `kernels.multiply_pairs`, for weights of 4 bits
+    pairs 64x64x128, 4, 4, 2   `kernels.multiply_pairs`, for weights of 4 bits; last the blocks that share a tile
     unpack                     makes INT8 codes of a weight of 4 bits, for the provider of these
 """
 
@@ -28,29 +28,34 @@ KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  #
 LIBRARY, UNPACK = "library", "unpack"
 _WGMMA = 64  # the fewest rows of a tile that wgmma multiplies, which takes FP8 as it is
 _SHARED_BYTES, _LEAST_SHARED_BYTES = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}, 101376
+ALIGNMENT = 16  # bytes, of the first codes of boxes
 _BOXES = 90  # the least capability with tensor descriptors
 _TOGETHER = 8  # rows of tiles whose blocks run at about the same time, and share the codes of a weight in L2
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # of the factors of spans of a step
 _UNPACKED = 32  # spans of a block
 _LEAST_SPAN = 64  # whose halves fill a product of tensor cores
-_NAME = re.compile(r"(tile|boxes|pairs) ([1-9]\d*)x([1-9]\d*)x([1-9]\d*), ([1-9]\d*), ([1-9]\d*)", re.ASCII)
+_NAME = re.compile(
+    r"(tile|boxes|pairs) ([1-9]\d*)x([1-9]\d*)x([1-9]\d*), ([1-9]\d*), ([1-9]\d*)(?:, ([1-9]\d*))?", re.ASCII
+)
 _TILES = """
     tile 16x32x512, 4, 4;  tile 16x32x256, 4, 5;  tile 16x64x256, 4, 4;  tile 16x64x128, 4, 6;  tile 16x128x128, 4, 4
     tile 32x32x256, 4, 4;  tile 32x64x256, 4, 4;  tile 32x64x128, 4, 6
     tile 64x32x256, 4, 4;  tile 64x64x256, 4, 4;  tile 64x64x128, 4, 5;  tile 64x128x128, 4, 4
     tile 128x64x128, 4, 4;  tile 128x128x128, 8, 4;  tile 128x256x128, 8, 3
     boxes 64x128x128, 4, 4;  boxes 128x128x128, 4, 4;  boxes 128x256x128, 8, 3;  boxes 256x128x128, 8, 3
-    pairs 16x16x512, 2, 4;  pairs 16x32x512, 4, 4;  pairs 16x32x256, 4, 6;  pairs 16x64x256, 4, 5
-    pairs 16x64x128, 4, 8;  pairs 16x128x128, 4, 6;  pairs 32x32x512, 4, 3;  pairs 32x64x256, 4, 4
-    pairs 32x64x128, 4, 6;  pairs 64x64x256, 4, 4;  pairs 64x64x128, 4, 5;  pairs 64x128x128, 4, 4
-    pairs 128x64x128, 4, 4;  pairs 128x128x128, 8, 4;  pairs 256x64x128, 4, 3;  pairs 256x128x128, 8, 3
-    pairs 128x256x128, 8, 3
+    pairs 16x16x512, 2, 4, 1;  pairs 16x32x512, 4, 4, 1;  pairs 16x64x256, 4, 5, 4;  pairs 16x64x256, 4, 5, 8
+    pairs 16x128x128, 4, 6, 1;  pairs 16x128x128, 4, 6, 2;  pairs 16x128x128, 4, 6, 4;  pairs 16x128x128, 4, 6, 8
+    pairs 32x64x128, 4, 6, 1;  pairs 32x64x256, 4, 4, 2;  pairs 32x128x128, 4, 5, 1;  pairs 32x128x128, 4, 5, 4
+    pairs 64x32x256, 4, 4, 1;  pairs 64x64x256, 4, 4, 1;  pairs 64x64x128, 4, 5, 4;  pairs 64x128x128, 4, 4, 1
+    pairs 64x128x128, 4, 4, 2;  pairs 64x128x128, 4, 4, 4;  pairs 64x256x128, 8, 4, 1;  pairs 128x128x128, 4, 4, 1
+    pairs 128x128x128, 4, 3, 1;  pairs 128x128x128, 4, 4, 2;  pairs 128x256x128, 8, 3, 1
 """
 NAMES = (LIBRARY, UNPACK, *filter(None, map(str.strip, re.split(r"[;\n]", _TILES))))
 
 
 class Tile(NamedTuple):
-    """kind: "tile", "boxes" or "pairs". rows, columns, depth: of a tile. warps, stages: of a block."""
+    """kind: "tile", "boxes" or "pairs". rows, columns, depth: of a tile. warps, stages: of a block. splits: the blocks
+    that share a tile of pairs."""
 
     kind: str
     rows: int
@@ -58,6 +63,7 @@ class Tile(NamedTuple):
     depth: int
     warps: int
     stages: int
+    splits: int = 1
 
     def shared_bytes(self, codes: torch.dtype, results: torch.dtype) -> int:
         """Of the stages, and for boxes of a tile of results."""
@@ -74,7 +80,7 @@ def tile_of(name: str) -> Tile | None:
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(name)
-    return Tile(found[1], *map(int, found.groups()[1:]))
+    return Tile(found[1], *map(int, filter(None, found.groups()[1:])))
 
 
 def fits(name: str, weight: torch.dtype, n: int, out: int) -> bool:
@@ -100,10 +106,17 @@ def supports(name: str, of: Operands) -> bool:
         return multiplies(of.codes, of.weight, capability(device))
     if not has_tile(of.codes.dtype, of.weight.dtype, of.n) or not has_tiles(of.codes.dtype, capability(device)):
         return False
+    if tile.splits > 1 and of.codes.dtype != torch.int8:  # whose sums are the same in any order
+        return False
     if tile.shared_bytes(of.codes.dtype, of.dtype) > _shared_bytes(device):
         return False
-    is_aligned = of.codes.data_ptr() % 16 == 0 and of.weight.data_ptr() % 16 == 0
+    is_aligned = (of.codes.data_ptr() | of.weight.data_ptr()) % ALIGNMENT == 0
     return tile.kind != "boxes" or (is_aligned and capability(device) >= _BOXES and _has_boxes())
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _shared_bytes(device: torch.device) -> int:
@@ -120,7 +133,7 @@ def _has_boxes() -> bool:
 def has_tile(codes: torch.dtype, weight: torch.dtype, n: int) -> bool:
     """Whether tiles multiply rows of n by a weight with codes of another type, or the same."""
     if weight == torch.uint8:
-        return n % _LEAST_SPAN == 0 and (codes.is_floating_point and codes.itemsize <= 2 or codes == torch.int8)
+        return n % _LEAST_SPAN == 0 and ((codes.is_floating_point and codes.itemsize <= 2) or codes == torch.int8)
     return codes == weight
 
 
@@ -136,7 +149,7 @@ def _has_triton() -> bool:
 
 def invariant(of: Operands) -> str:
     """The provider whose sums of codes or values are those of each row alone, in one order."""
-    return f"pairs 64x64x{int4.span_of(of.n)}, 4, 4" if of.weight.dtype == torch.uint8 else "tile 64x64x128, 4, 5"
+    return f"pairs 64x64x{int4.span_of(of.n)}, 4, 4, 1" if of.weight.dtype == torch.uint8 else "tile 64x64x128, 4, 5"
 
 
 def run(name: str, of: Operands) -> torch.Tensor:
@@ -197,9 +210,11 @@ def _launch(tile: Tile, of: Operands) -> torch.Tensor:
             spans = tile.depth // span
             factors = of.weight if of.factors is None else of.factors.view(_WORDS[spans])
             options |= {"HAS_FACTORS": of.factors is not None, "WIDE": is_wide, "HALF": span // 2, "SPANS": spans}
+            options["SPLITS"] = tile.splits
+            sums = y if tile.splits == 1 else y.new_zeros(y.numel() + tiles, dtype=torch.int32)
             sizes = of.rows, of.out, of.n // 2
-            kernels.multiply_pairs[(tiles,)](
-                of.codes, of.weight, y, scales, of.weight_scale, factors, bias, *sizes, **options
+            kernels.multiply_pairs[(tiles * tile.splits,)](
+                of.codes, of.weight, y, scales, of.weight_scale, factors, bias, sums, *sizes, **options
             )
             return y
         sizes = y, scales, of.weight_scale, bias, of.rows, of.out, of.n  # type: ignore[assignment]
@@ -210,7 +225,7 @@ def _launch(tile: Tile, of: Operands) -> torch.Tensor:
         from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
         boxes: Callable[..., Any] = TensorDescriptor.from_tensor
-        blocks = min(tiles, torch.cuda.get_device_properties(of.codes.device).multi_processor_count)
+        blocks = min(tiles, _processors(of.codes.device))
         operands = boxes(of.codes, [tile.rows, tile.depth]), boxes(of.weight, [tile.columns, tile.depth])
         kernels.multiply_boxes[(blocks,)](*operands, *sizes, blocks, **options)
     return y
