@@ -22,6 +22,7 @@ from hadagen.models.layers import (
 )
 from hadagen.models.merged import QuantizedMLP, unmerged
 from hadagen.models.products.library import fp8_product, multiplies
+from hadagen.models.products.operands import Operands
 from hadagen.models.scheme import ACTIVATIONS, CACHES, GROUPS, ROTATIONS, WEIGHTS, Online, Scheme
 
 pytest.importorskip("transformers", "5.0")
@@ -45,7 +46,7 @@ def test_codes_of_weights(to: str, rotation: Rotation | None, dtype: torch.dtype
     scales = made.scales.reshape(-1, 1)
     assert float(scales.min()) >= torch.finfo(torch.float32).tiny
     is_exact = tiny.abs().amax(1) > (1e-35 if dtype != torch.float16 else 1e-5)  # not subnormal numbers of the type
-    of_rows = values_of(made.codes, scales, torch.float32).double() - exact
+    of_rows = values_of(made.codes, scales, None, torch.float32).double() - exact
     assert float((of_rows.norm(dim=1) / exact.norm(dim=1))[is_exact].max()) < 0.04
     assert int(is_exact.sum()) >= (12 if dtype == torch.float16 else 70)
 
@@ -258,7 +259,7 @@ def test_a_layer_multiplies_what_its_codes_stand_for(weights: str, activations: 
     values = turned(x) if activations is None else rotate_quantize(x, turned, to=activations, **given).dequantize()
     values = values.to(torch.float32)
     if weights in GROUPS:
-        stands_for = int4.values(*int4.rounded(weight, 32 if weights == "int4" else 96), torch.float32)
+        stands_for = int4.values(*int4.rounded(weight, 32 if weights == "int4" else None), torch.float32)
     else:
         stands_for = rotate_quantize(weight, to=WEIGHTS[weights]).dequantize()
     expected = linear(values, stands_for, bias.float())
@@ -283,7 +284,8 @@ def test_products_of_fp8_codes(by_row: bool) -> None:
     """As on GPUs: layers on a CPU dequantize FP8 codes, because not every release of PyTorch multiplies them there."""
     torch.manual_seed(0)
     x, w = (rotate_quantize(torch.randn(rows, 96), to="fp8-row") for rows in (6, 32))
-    found = fp8_product(x.codes, x.scales[:, None], w.codes, w.scales[:, None], by_row=by_row)
+    of = Operands(x.codes, x.scales[:, None], w.codes, w.scales[:, None], None, None, torch.float32)
+    found = fp8_product(of, by_row=by_row)
     assert found.dtype == (torch.bfloat16 if by_row else torch.float32)
     assert error(found.float(), x.dequantize() @ w.dequantize().T) < 4 * torch.finfo(found.dtype).eps
 

@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def test_a_model_is_quantized_stored_and_loaded(kind: str, name: str, tmp_path: 
     assert again.generate(TOKENS[:, :5], max_new_tokens=3, do_sample=False).shape == (2, 8)
     names = {name for name in model.state_dict() if name in load_file(tmp_path / "plain" / "model.safetensors")}
     stored = load_file(tmp_path / "quantized" / "model.safetensors")
-    assert {name.replace("weight_scale", "weight") for name in stored} - names <= {"lm_head.weight"}
+    assert {re.sub("weight_(scale|factor)$", "weight", name) for name in stored} - names <= {"lm_head.weight"}
     assert json.loads((tmp_path / "quantized" / "config.json").read_text())["quantization_config"] == (
         again.config.quantization_config.to_dict()
     )

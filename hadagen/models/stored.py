@@ -76,15 +76,18 @@ def _check_pairs(found: Mapping[str, Kind], scheme: Scheme) -> None:
     codes = (name for name, (stored_type, _) in found.items() if stored_type not in FLOATS and name.endswith(".weight"))
     for name in sorted(names.union(each.removesuffix(".weight") for each in codes)):
         parts = {part: found[f"{name}.{part}"] for part in OF_WEIGHT if f"{name}.{part}" in found}
-        if parts != _parts_of(name, parts.get("weight", ("", []))[1], scheme.weights):
+        wanted = _parts_of(name, parts.get("weight", ("", []))[1], scheme.weights)
+        if missing := [part for part in wanted if part not in parts]:
+            raise UsageError(f"{name}.{missing[0]} is missing; {_AGAIN}")
+        if parts != wanted:
             said = ", ".join(f"{part} of {kind} {shape}" for part, (kind, shape) in parts.items())
             raise UsageError(f"{name} has {said}, which are no weight of {scheme.weights}; {_AGAIN}")
 
 
 def _parts_of(name: str, codes: Sequence[int], weights: str) -> dict[str, Kind]:
-    """The tensors of one weight with codes of a shape, or of several one behind the other. None for no such shape."""
+    """The tensors of one weight with codes of a shape, or of several one behind the other."""
     if len(codes) < 3:
-        return {}
+        return {"weight": ("", [])}
     *count, out, columns, _ = codes
     shapes = shapes_of(name, out, columns * (2 if weights in GROUPS else 1), weights)
     return {part: (NAMES[type_of(part, weights)], [*count, *shape]) for part, shape in shapes.items()}
