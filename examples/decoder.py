@@ -31,7 +31,8 @@ from graphs import milliseconds, write
 
 import hadagen
 from hadagen.models.folding import Sizes, planned
-from hadagen.models.modules import merge, quantize
+from hadagen.models.merging import merge
+from hadagen.models.modules import quantize
 from hadagen.models.scheme import Scheme
 
 # Name of a pass → sequences, tokens of each.

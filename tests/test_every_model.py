@@ -53,9 +53,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_folding_changes_no_logits_or_is_refused(row: dict[str, str]) -> None:
     found = outcome(row["model_type"])
     assert found["layers"] == row["layers"]
-    for rotation in ("blocks", "quarot"):
-        is_refused = " " in row[rotation]
-        assert found[rotation] == row[rotation] if is_refused else float(found[rotation]) <= BOUND, rotation
+    for change in ("blocks", "quarot", "cache"):
+        is_number = row[change] and " " not in row[change]
+        assert float(found[change]) <= BOUND if is_number else found[change] == row[change], change
 
 
 def test_every_type_is_right_with_blocks_and_each_family_with_quarot() -> None:
@@ -64,6 +64,7 @@ def test_every_type_is_right_with_blocks_and_each_family_with_quarot() -> None:
     assert all(float(row["blocks"]) <= BOUND for row in ROWS)
     foldable = {kind for kind, family in FAMILIES.items() if not family.obstacle}
     assert {kind for kind, row in table.items() if " " not in row["quarot"]} == foldable
+    assert {kind for kind, row in table.items() if row["cache"] and " " not in row["cache"]} > foldable
 
 
 # ---- quantizing and storing ------------------------------------------------------------------------------------------
@@ -130,16 +131,18 @@ def test_experts_with_codes_are_copied_cast_and_pickled(kind: str, plain: Any) -
     experts = model.model.layers[0].mlp.experts
     assert isinstance(experts, QuantizedExperts)
     assert {type(each) for each in (experts.gate_up_proj, experts.down_proj)} == {StackedLinear}
+    assert experts.down_proj.before
     x, at, weights = torch.randn(5, 48), torch.tensor([[0, 3]] * 4 + [[4, 1]]), torch.rand(5, 2)
     expected = experts(x, at, weights)
     for again in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         assert torch.equal(again(x, at, weights), expected)
-    y = torch.zeros_like(x)
+    y, last = torch.zeros_like(x), copy.deepcopy(experts.down_proj)
+    last.before = None  # computed apart
     for token in range(5):
         for expert, weight in zip(at[token].tolist(), weights[token], strict=True):
             if expert < 4:  # the number of experts stands for none
                 hidden = experts.settings._apply_gate(experts.gate_up_proj.layer(expert)(x[token]))
-                y[token] += weight * experts.down_proj.layer(expert)(hidden)
+                y[token] += weight * last.layer(expert)(hidden)
     torch.testing.assert_close(expected, y)
     half = copy.deepcopy(experts).bfloat16()
     assert (half.down_proj.weight.dtype, half.down_proj.weight_scale.dtype) == (torch.int8, torch.float32)

@@ -24,6 +24,7 @@ from hadagen.models.merged import QuantizedMLP, unmerged
 from hadagen.models.products.library import fp8_product, multiplies
 from hadagen.models.products.operands import Operands
 from hadagen.models.scheme import ACTIVATIONS, CACHES, GROUPS, ROTATIONS, WEIGHTS, Online, Scheme
+from hadagen.prologues import SiluMul
 
 pytest.importorskip("transformers", "5.0")
 from tiny_models import KINDS, error, logits, model_of
@@ -319,17 +320,18 @@ def test_the_mlp_is_its_layers(weights: str, activations: str) -> None:
     plain = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in weights_of.items()}
     folded = plain | {"down_proj": r.fold_into(plain["down_proj"], "input")}
 
-    def layers(seed: int) -> list[QuantizedLinear]:
+    def layers(seed: int) -> dict[str, QuantizedLinear]:
         torch.manual_seed(seed)
-        made = [QuantizedLinear.of(name, scheme, weight, torch.randn(len(weight))) for name, weight in folded.items()]
-        for each in made:
+        of = QuantizedLinear.of
+        made = {name: of(name, scheme, weight, torch.randn(len(weight))) for name, weight in folded.items()}
+        for each in made.values():
             if each.input_scale is not None:
                 each.input_scale.data = torch.tensor(0.01)
         return made
 
-    gate, up, down = layers(1)
+    gate, up, down = layers(1).values()
     hidden = silu(gate(x)) * up(x)
-    mlp = QuantizedMLP(*layers(1))
+    mlp = QuantizedMLP(layers(1), SiluMul())
     assert error(mlp(x), down(hidden)) < 0.01
     exact = silu(linear(x, plain["gate_proj"], gate.bias)) * linear(x, plain["up_proj"], up.bias)
     assert error(mlp(x), linear(exact, plain["down_proj"], down.bias)) < 0.1
@@ -340,7 +342,7 @@ def test_the_mlp_is_its_layers(weights: str, activations: str) -> None:
     names = [f"{name}.{part}" for name, each in zip(plain, (gate, up, down), strict=True) for part in each.state_dict()]
     assert sorted(state) == sorted(names)
     assert torch.equal(state["up_proj.weight"].view(torch.uint8), up.weight.view(torch.uint8))
-    other = QuantizedMLP(*layers(2))
+    other = QuantizedMLP(layers(2), SiluMul())
     other.load_state_dict(mlp.state_dict())
     assert torch.equal(other(x), mlp(x))
     with pytest.raises(

@@ -312,7 +312,6 @@ def test_models_that_cannot_be_rotated_are_one_sentence(folder: Path, tmp_path: 
             "'gemma2' takes no rotation = 'quarot': a norm with factors of its own stands between",
         ),
         ({"rotation": "heads"}, "'gemma2' takes no rotation = 'heads': .*; use \"blocks\", or None"),
-        ({"cache": "int8"}, "cache = 'int8' is known for models with Llama's names alone; leave cache out"),
         ({"ignore": ["fc1"]}, "ignore names 'fc1', which is no linear layer"),
         ({"ignore": ["lm_head", *LAYERS]}, "Gemma2ForCausalLM has no linear layer that hadagen quantizes; load it as"),
     ):

@@ -27,7 +27,8 @@ from hadagen.models.folding import Sizes, planned
 from hadagen.models.layers import HELD, OF_WEIGHT, TYPES, QuantizedLinear, check_values
 from hadagen.models.linears import check_scheme_of, known_sizes, planned_of
 from hadagen.models.merged import unmerged
-from hadagen.models.modules import check, guard, insert, merge, place_rotations, quantize
+from hadagen.models.merging import merge
+from hadagen.models.modules import check, guard, insert, place_rotations, quantize
 from hadagen.models.scheme import METHOD, VERSION, Scheme
 from hadagen.models.stored import NAMES, check_files, check_scheme, checksum_of
 from hadagen.runtime.checks import QUANTIZED, plain
@@ -161,8 +162,8 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
             self.quantization_config._take(planned(scheme, llama))
         else:
             self.quantization_config._take(planned_of(model, scheme, self._sizes))
-        if llama:  # now, because accelerate keeps the forward methods of layers when it spreads them over devices
-            quantize_cache(model, self.quantization_config.scheme, llama)
+        # Now, because accelerate keeps the forward methods of layers when it spreads them over devices.
+        quantize_cache(model, self.quantization_config.scheme, llama)
         return model
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
@@ -186,8 +187,7 @@ class HadagenQuantizer(_Quantizer):  # type: ignore[misc, valid-type]
             model._weight_conversions = of_codes(getattr(model, "_weight_conversions", None) or [], model)
         if self._sizes:
             guard(model, self.quantization_config.scheme, self._sizes.family)
-        if self._llama:
-            merge(model)
+        merge(model)
         place_rotations(model)
         return model.requires_grad_(False)
 

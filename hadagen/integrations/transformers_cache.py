@@ -16,32 +16,61 @@ from typing import Any
 
 import torch
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, shown
 from hadagen.integrations.host import TRANSFORMERS as HOST
+from hadagen.integrations.transformers_attention import takes_codes, updates
 from hadagen.models.cache import HeadCodes
-from hadagen.models.folding import Sizes
+from hadagen.models.folding import Sizes, check_rotation
 from hadagen.models.scheme import Scheme
 from hadagen.runtime.checks import plain
 from hadagen.runtime.rotation import Rotation
 
 _FILLED = "_hadagen_codes"  # an attribute of layers of a cache: the format of the codes, and whether keys are rotated
+_LENGTHS = ("head_dim", "head_size", "v_head_dim")  # attributes of attention
 _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"  # where the forward of attention finds the function that it calls
 
 
-def quantize_cache(model: torch.nn.Module, scheme: Scheme, sizes: Sizes) -> None:
+def quantize_cache(model: torch.nn.Module, scheme: Scheme, sizes: Sizes | None) -> None:
     """Let the attention of each layer keep keys and values in codes, if the scheme says so.
 
-    Raises `UsageError` if the attention of this transformers is another than hadagen knows.
+    sizes: of a Llama-like model; None for any other. Raises `UsageError` if an attention is another than hadagen knows,
+    or has heads that no cache of the scheme holds.
     """
     if scheme.cache is None:
         return
-    codes = HeadCodes(scheme.cache, sizes.head)
-    layer: Any
-    for layer in model.modules():
-        if hasattr(layer, "q_proj") and hasattr(layer, "k_proj"):
-            layer.__class__ = _with_codes(layer.__class__)
-            layer.cache_codes = codes
-            layer.head_rotation = Rotation(sizes.head) if scheme.rotates_keys else None
+    found: list[Any] = [each for each in model.modules() if _keeps_keys(each, sizes)]
+    if not found:
+        raise UsageError(f"{type(model).__name__} has no attention that keeps keys and values; leave cache out")
+    for layer in found:
+        if sizes is None and not takes_codes(inspect.unwrap(type(layer).forward), _FUNCTIONS):
+            raise UsageError(
+                f"{type(layer).__name__} takes no cache in codes, because hadagen does not know all that it does with "
+                "keys and values; leave cache out"
+            )
+        head = sizes.head if sizes else _head_of(layer)
+        codes = HeadCodes(scheme.cache, head)
+        if scheme.rotates_keys:
+            check_rotation("head_dim", head, "a head of keys", "none")
+        layer.__class__ = _with_codes(layer.__class__)
+        layer.cache_codes = codes
+        layer.head_rotation = Rotation(head) if scheme.rotates_keys else None
+
+
+def _keeps_keys(layer: Any, sizes: Sizes | None) -> bool:
+    if sizes:
+        return hasattr(layer, "q_proj") and hasattr(layer, "k_proj")
+    return updates(inspect.unwrap(type(layer).forward))
+
+
+def _head_of(layer: Any) -> int:
+    """The length of the heads of keys and values."""
+    lengths = {getattr(layer, name) for name in _LENGTHS if isinstance(getattr(layer, name, None), int)}
+    if len(lengths) != 1:
+        raise UsageError(
+            f"{type(layer).__name__} has heads of {shown(sorted(lengths))} elements, and a cache in codes takes keys "
+            "and values of one length; leave cache out"
+        )
+    return int(*lengths)
 
 
 def _with_codes(kind: Any) -> Any:
@@ -109,6 +138,10 @@ class _InCodes:
 
     def __init__(self, cache: Any, codes: HeadCodes, rotation: Rotation | None) -> None:
         self.cache, self.codes, self.rotation = cache, codes, rotation
+
+    def get_seq_length(self, *arguments: Any, **options: Any) -> Any:
+        """The tokens that a layer holds."""
+        return self.cache.get_seq_length(*arguments, **options)
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, at: int, *arguments: Any, **options: Any

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hadagen.errors import UsageError
+from hadagen.models import gates
 from hadagen.models.layers import QuantizedLinear
 from hadagen.models.scheme import Scheme
 
@@ -89,12 +90,24 @@ class QuantizedExperts(torch.nn.Module):
             self.post_expert_norm = experts._modules.pop("post_expert_norm")
         experts._is_hf_initialized = True  # transformers has nothing to fill in it
         self.settings, self.num_experts = experts, experts.num_experts
+        self.is_fused = False  # whether the last layers compute what comes before them
 
     def take(self, part: str, layer: StackedLinear) -> None:
         """Put layers in place of a packed weight and its biases."""
         for name in (part, f"{part}_bias"):
             self.settings._parameters.pop(name, None)
         setattr(self, part, layer)
+
+    def fuse(self) -> None:
+        """Let the last layers compute what comes before them in the kernel that quantizes, if a prologue does that."""
+        last = getattr(self, self.parts[1])
+        if last.activations:
+            last.before = gates.of_function(self._act, self.settings, 2 if self.settings.has_gate else 1)
+            self.is_fused = last.before is not None
+
+    @property
+    def _act(self) -> Any:
+        return self.settings._apply_gate if self.settings.has_gate else self.settings.act_fn
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -105,7 +118,7 @@ class QuantizedExperts(torch.nn.Module):
         none. top_k_weights: of each of these, [tokens, k].
         """
         first, last = (getattr(self, part) for part in self.parts)
-        act = self.settings._apply_gate if self.settings.has_gate else self.settings.act_fn
+        act = (lambda y: y) if self.is_fused else self._act
         sums = torch.zeros_like(hidden_states)
         for at in torch.unique(top_k_index).tolist():
             if not 0 <= at < self.num_experts:

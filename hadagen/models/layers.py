@@ -199,8 +199,9 @@ class QuantizedLinear(torch.nn.Module):
         factors = None if self.weight_factor is None else self.weight_factor[rows]
         return OfWeight(self.codes[rows], self.weight_scale[rows], factors)
 
-    def is_like(self, other: QuantizedLinear) -> bool:
-        """Whether another layer makes the same codes of an input, on the same device."""
+    def is_like(self, other: QuantizedLinear, *, with_scales: bool = True) -> bool:
+        """Whether another layer makes the same codes of an input, on the same device. with_scales: whether by the same
+        scale, if it has one for all activations."""
         mine, theirs = (
             (each.in_features, each.activations, each.before, each.weight.device, each.weight.dtype, each.bias is None)
             for each in (self, other)
@@ -208,7 +209,7 @@ class QuantizedLinear(torch.nn.Module):
         if mine != theirs or repr(self.rotation) != repr(other.rotation):
             return False
         scales = self.input_scale, other.input_scale
-        return all(each is None for each in scales) or torch.equal(*scales)  # type: ignore[arg-type]
+        return not with_scales or all(each is None for each in scales) or torch.equal(*scales)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
         """Codes and scales are moved as bytes, so that no change of a type reaches them."""

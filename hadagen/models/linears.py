@@ -84,8 +84,6 @@ def known_sizes(model: Any, scheme: Scheme) -> Sizes | None:
 
     Raises `UsageError` if that is not possible.
     """
-    if scheme.cache:
-        raise UsageError(f"cache = {shown(scheme.cache)} is known for models with Llama's names alone; leave cache out")
     rotation = scheme.resolved(is_foldable=True).rotation
     if rotation not in ("quarot", "heads"):
         return None
@@ -93,7 +91,7 @@ def known_sizes(model: Any, scheme: Scheme) -> Sizes | None:
     family = FAMILIES.get(kind, Family(obstacle="its layers are not known"))
     if not family.obstacle:
         return Sizes.of_model(model.config, family)
-    if scheme.rotation == AUTO:
+    if scheme.rotation == AUTO or (scheme.rotation == "heads" and scheme.cache):  # which needs no folding
         return None
     raise UsageError(f'{shown(kind)} takes no rotation = {shown(rotation)}: {family.obstacle}; use "blocks", or None')
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hadagen import prologues
 from hadagen.errors import UsageError
 from hadagen.models.layers import LOAD_AGAIN, OF_WEIGHT, QuantizedLinear, check_is_alike, frozen
+from hadagen.problem.prologues import Prologue
 
 
 class _Outputs(NamedTuple):
@@ -70,6 +70,14 @@ class JoinedLinear(torch.nn.Module):
     @property
     def _layer(self) -> QuantizedLinear:
         return self.joined if self.is_first else self._first[0].joined
+
+    @property
+    def in_features(self) -> int:
+        return self._layer.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.ends[self._at + 1] - self.ends[self._at]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -139,26 +147,35 @@ def parted(name: str, layer: JoinedLinear, state: Mapping[str, torch.Tensor]) ->
 
 
 # ---- the MLP ---------------------------------------------------------------------------------------------------------
-_PARTS = ("gate_proj", "up_proj")
 _MERGED = (*OF_WEIGHT, "bias")
 
 
 class QuantizedMLP(torch.nn.Module):
-    """down(SiLU(gate(x)) · up(x)): one product for gate and up, and one kernel that multiplies, rotates and quantizes.
+    """down(act(gate(x)) · up(x)), or down(act(up(x))): one product for the layers that take x, and one kernel that
+    activates, multiplies, rotates and quantizes.
 
-    Its layers are gate_up_proj and down_proj, whose codes are [1, out, in]. So no program loads some of the tensors of
-    a folder, where gate_proj and up_proj have tensors of their own.
+    layers: those that take x, and the last one, by their names. before: what comes before the last one.
+
+    Two layers that take x become one, gate_up_proj; others keep their names. Codes are [1, out, in]. So no program
+    loads some of the tensors of a folder, where each layer has tensors of its own.
     """
 
-    def __init__(self, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
+    def __init__(self, layers: Mapping[str, QuantizedLinear], before: Prologue) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = merged(gate, up), down
-        down.before = prologues.SiluMul()
-        for layer in (self.gate_up_proj, down):
+        *firsts, last = layers
+        self.parts = {firsts[0] if len(firsts) == 1 else "gate_up_proj": tuple(firsts), last: (last,)}
+        self.sizes = {name: [layers[each].out_features for each in parts] for name, parts in self.parts.items()}
+        layers[last].before = before
+        for name, layer in zip(self.parts, (merged(*(layers[name] for name in firsts)), layers[last]), strict=True):
             layer.weight = frozen(layer.weight.data.movedim(-1, 0))
+            setattr(self, name, layer)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(x))  # type: ignore[no-any-return]
+    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """The output [..., out] of an input [..., in], under whatever name the model passes it."""
+        (x,) = (*given, *named.values())
+        for layer in self.children():
+            x = layer(x)
+        return x
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -185,17 +202,15 @@ def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             prefix = f"{name}.joined."
             found = {key: state.pop(key) for key in [*state] if key.startswith(prefix)}
             state |= parted(name, layer, found)
-    for module in [name for name, each in model.named_modules() if isinstance(each, QuantizedMLP)]:
-        for layer, name in product(("gate_up_proj", "down_proj"), (*_MERGED, "input_scale")):
-            tensor = state.pop(f"{module}.{layer}.{name}", None)
+    for name, mlp in [each for each in model.named_modules() if isinstance(each[1], QuantizedMLP)]:
+        prefix = f"{name}." if name else ""
+        for (layer, parts), part in product(mlp.parts.items(), (*_MERGED, "input_scale")):
+            tensor = state.pop(f"{prefix}{layer}.{part}", None)
             if tensor is None:
                 continue
-            tensor = tensor.movedim(0, -1) if name == "weight" else tensor
-            parts = {"down_proj": tensor}
-            if layer == "gate_up_proj":
-                halves = tensor.chunk(2) if tensor.dim() else (tensor, tensor.clone())
-                parts = dict(zip(_PARTS, halves, strict=True))
-            state |= {f"{module}.{part}.{name}": each for part, each in parts.items()}
+            tensor = tensor.movedim(0, -1) if part == "weight" else tensor
+            tensors = tensor.split(mlp.sizes[layer]) if tensor.dim() else [tensor.clone() for _ in parts]
+            state |= {f"{prefix}{each}.{part}": of for each, of in zip(parts, tensors, strict=True)}
     return state
 
 

@@ -15,7 +15,6 @@ from hadagen.models.families import Family
 from hadagen.models.folding import EMBEDDING, HEAD, LAST_NORM, Folding, Sizes, finite, module_of, place_of
 from hadagen.models.layers import QuantizedLinear
 from hadagen.models.linears import Linear, linears
-from hadagen.models.merged import QuantizedMLP, join
 from hadagen.models.scheme import Scheme
 from hadagen.models.stored import check_is_whole, kinds_of
 from hadagen.runtime.rotation import Rotation
@@ -105,16 +104,6 @@ def _check_is_causal(model: torch.nn.Module) -> None:
     for name in (EMBEDDING, HEAD):
         if name not in dict(model.named_parameters(remove_duplicate=False)):
             raise UsageError(f"{type(model).__name__} has no {name}; load it as a causal language model")
-
-
-def merge(model: torch.nn.Module) -> None:
-    """Let layers of one input with codes have one product: a `QuantizedMLP` in place of each MLP, and a `JoinedLinear`
-    in place of each layer of queries, keys and values."""
-    for name, module in list(model.named_modules()):
-        join(module, ("q_proj", "k_proj", "v_proj"))
-        parts = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
-        if all(isinstance(part, QuantizedLinear) and part.activations for part in parts):
-            model.set_submodule(name, QuantizedMLP(*parts))  # type: ignore[arg-type]
 
 
 # ---- layers that are rotated, and have no codes ----------------------------------------------------------------------
