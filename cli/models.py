@@ -15,7 +15,8 @@ from hadagen.cli import options
 from hadagen.cli.output import counted, print_json, print_table, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, HadagenError, UsageError, shortened, shown
-from hadagen.models.scheme import ACTIVATIONS, CACHES, GROUPS, ROTATIONS, WEIGHTS, Scheme
+from hadagen.models.defaults import Default, rotation_for, weights_here
+from hadagen.models.scheme import ACTIVATIONS, AUTO, CACHES, GROUPS, ROTATIONS, WEIGHTS, Scheme
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +38,11 @@ def _one_of(values: Iterable[str | None]) -> click.Choice[str]:
 @click.argument("out", type=_FOLDER)
 @click.option(
     "--weights",
-    type=_one_of(WEIGHTS),
+    type=_one_of((*WEIGHTS, AUTO)),
     default=Scheme.weights,
     show_default=True,
-    help="Codes of weights, with a scale for each row; int4 has one for each group of up to 128 elements.",
+    help="Codes of weights, with a scale for each row; int4 has one for each group of up to 128 elements; auto has the "
+    "codes of 8 bits that suit the GPU of this machine.",
 )
 @click.option(
     "--activations",
@@ -100,6 +102,8 @@ def quantize(
     from hadagen.models.checkpoint import Checkpoint, convert
     from hadagen.models.folding import Sizes
 
+    if weights == AUTO:
+        weights = _chosen("weights", weights_here())
     ignored = (*Scheme.ignore, *ignore)
     scheme = Scheme(weights, _name(activations), _name(rotation), seed, ignored, cache=_name(cache))
     place = _device(device)
@@ -120,6 +124,8 @@ def quantize(
             files = convert_any(model, out, scheme, device=place, calibrate=measure)
         for file, is_kept in files:
             say(f"{file}: {'kept' if is_kept else 'written'}", err=True)
+    if rotation == AUTO:
+        _say_rotation(Checkpoint(out).config["quantization_config"])
     before, after = (sum(size for size, _ in each.states().values()) for each in (stored, Checkpoint(out)))
     say(f"{out} has {after / 1e6:.0f} MB of weights, in place of {before / 1e6:.0f} MB")
 
@@ -171,6 +177,19 @@ def evaluate(
     headers = ["model", "perplexity", *(["same first choice"] if against else [])]
     cells = [[row["model"], _perplexity(row), _percent(row["same_top"])] for row in rows]
     print_table(headers, [each[: len(headers)] for each in cells])
+
+
+def _chosen(name: str, found: Default) -> str:
+    """The value of a default. Says what it is, and why."""
+    say(f"{name} {found.value or _NONE}: {found.why}", err=True)
+    return found.value or _NONE
+
+
+def _say_rotation(stored: dict[str, Any]) -> None:
+    """Say which rotation a model got by default, and why."""
+    options = (rotation_for(stored["weights"], is_foldable, bool(stored["cache"])) for is_foldable in (True, False))
+    found = next(each for each in options if each.value == stored["rotation"])
+    _chosen("rotation", found)
 
 
 def _name(given: str) -> str | None:

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 def wanted() -> Iterator[Row]:
     """What each row is about."""
-    for rotation, weights in product(("quarot", "blocks", None), ("int8", *GROUPS)):
+    for rotation, weights in product(("quarot", "blocks", None), ("int8", "fp8", *GROUPS)):
         for is_calibrated, seed in product((False, True), SEEDS):
             if (seed == 0 or rotation == "quarot") and (weights in GROUPS or not is_calibrated):
                 yield {"weights": weights, "rotation": rotation, "is_calibrated": is_calibrated, "seed": seed}

@@ -1,4 +1,4 @@
-"""Brings the numbers in the documents, and the pictures, up to date with `docs/data`.
+"""Brings the numbers in the documents, the pictures and the defaults of models up to date with `docs/data`.
 
     python docs/refresh.py            # write them
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
@@ -32,6 +32,7 @@ from pathlib import Path
 import refresh_files as files
 from refresh_api import api
 from refresh_compared import compared_table
+from refresh_defaults import defaults
 from refresh_fleet import fleet_numbers
 from refresh_formats import (
     accurate_codes_table,
@@ -155,7 +156,9 @@ def outdated() -> list[str]:
         for picture, tables in pictures.items()
         if all(table.exists() for table in tables) and not is_drawn_from(picture, *tables)
     ]
-    return [path.name for path in (*pages, *stale)]
+    text = defaults()
+    is_old = text is not None and text != files.DEFAULTS.read_text(encoding="utf-8")
+    return [path.name for path in (*pages, *stale, *([files.DEFAULTS] if is_old else []))]
 
 
 def main(arguments: list[str]) -> None:
@@ -169,6 +172,8 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(f"{files.BENCH} is missing; make it with hadagen bench --csv")
     for page, parts in generated().items():
         page.write_text(refreshed(page, parts), encoding="utf-8")
+    if text := defaults():
+        files.DEFAULTS.write_text(text, encoding="utf-8")
     draw(read_times(), files.PICTURE, fingerprint(*sources()))
     if files.SEARCH.exists():
         draw_search(Searches.read(), files.SEARCH_PICTURE, fingerprint(files.SEARCH))

@@ -50,6 +50,7 @@ QUAROT = DOCS / "data" / "quarot.json"
 CHECKPOINT = DOCS / "data" / "checkpoint.json"
 # What `measure_weights.py` writes.
 WEIGHTS = DOCS / "data" / "weights.json"
+DEFAULTS = DOCS.parent / "hadagen" / "models" / "defaults.json"  # which follows from it and from the decoder
 CHECKPOINT_PAGE = DOCS / "checkpoint.md"
 # What `tests/every_model.py` writes.
 TYPES = DOCS / "data" / "models.csv"

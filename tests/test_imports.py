@@ -38,11 +38,12 @@ TABLE = """
     prologues            | runtime problem errors                                    | torch
     fusing               | prologues runtime problem errors                          | torch
     models.json_file     | tuning_db tuning_db.files errors                          |
-    models.scheme        | runtime errors                                            |
+    models.defaults      | models.json_file                                          | torch
+    models.scheme        | models.defaults runtime errors                            |
     models.int4          | models.scheme errors                                      | torch
     models.products      | models.json_file models.int4 runtime tuning_db owners errors | torch triton
     models               | models.json_file models.products models.scheme models.int4 prologues runtime tuning_db problem owners errors | safetensors tokenizers torch
-    integrations         | models models.products models.scheme models.int4 prologues compat runtime problem errors            | torch vllm
+    integrations         | models models.products models.scheme models.int4 models.defaults prologues compat runtime problem errors            | torch vllm
     __init__             | fusing runtime.registration runtime problem errors        |
     report               | tuning_db.bundle tuning_db plan problem errors            |
     report.drawing       | report problem errors                                     | bokeh jinja2

@@ -23,13 +23,14 @@ from hadagen.errors import UsageError, shown
 from hadagen.integrations.host import SWITCH, Changed
 from hadagen.integrations.host import TRANSFORMERS as HOST
 from hadagen.integrations.transformers_cache import quantize_cache
+from hadagen.models.defaults import weights_here
 from hadagen.models.folding import Sizes, planned
 from hadagen.models.layers import HELD, OF_WEIGHT, TYPES, QuantizedLinear, check_values
 from hadagen.models.linears import check_scheme_of, known_sizes, planned_of
 from hadagen.models.merged import unmerged
 from hadagen.models.merging import merge
 from hadagen.models.modules import check, guard, insert, place_rotations, quantize
-from hadagen.models.scheme import METHOD, VERSION, Scheme
+from hadagen.models.scheme import AUTO, METHOD, VERSION, Scheme
 from hadagen.models.stored import NAMES, check_files, check_scheme, checksum_of
 from hadagen.runtime.checks import QUANTIZED, plain
 
@@ -60,7 +61,8 @@ class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
     """How transformers rotates and quantizes a model with hadagen: the argument `quantization_config`.
 
     weights: "int8", "fp8", "int4" with a scale for each group of up to 128 elements of a row, or "int4-row" with one
-        for each row. Codes are the nearest; `hadagen quantize --calibrate` finds better ones of 4 bits.
+        for each row. Codes are the nearest; `hadagen quantize --calibrate` finds better ones of 4 bits. "auto" for the
+        codes of 8 bits that suit the GPU of this machine, as `hadagen.models.defaults` says.
     activations: "int8-row" or "fp8-row"; "auto" for that with the codes of the weights, which GPUs multiply fast, and
         for 4 bits "int8-row"; None for activations as they are.
     rotation: "quarot" for whole rows, "blocks", "heads" for those of the cache alone, or None. "auto" is "quarot" for
@@ -86,7 +88,7 @@ class HadagenConfig(_Config):  # type: ignore[misc, valid-type]
         if _missing:
             raise UsageError(f"transformers has no quantizer of hadagen: {_missing}; load the model without it")
         given = {"weights": weights, "activations": activations, "rotation": rotation, "seed": seed, "ignore": ignore}
-        given["cache"] = cache
+        given |= {"cache": cache, "weights": weights_here().value if weights == AUTO else weights}
         self._take(Scheme.from_dict({"quant_method": METHOD, "version": VERSION} | given | stored))
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError, choice, shown
+from hadagen.models.defaults import rotation_for
 
 if TYPE_CHECKING:
     from hadagen.runtime.rotation import Rotation
@@ -17,7 +18,7 @@ WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row", "int4": "int8-row", "int4-row":
 GROUPS = {"int4": 128, "int4-row": None}  # of weights of 4 bits: the most elements of a row with one scale; None: all
 ACTIVATIONS = ("int8-row", "fp8-row", "fp8-tensor", None)
 ROTATIONS = ("quarot", "blocks", "heads", None)
-AUTO = "auto"  # a rotation that is chosen when the model is known
+AUTO = "auto"  # weights that are chosen for a GPU, or a rotation that is chosen when the model is known
 # The same for keys and values in a cache, where each head of a token is a row.
 CACHES = {"int8": "int8-row", "fp8": "fp8-row", "int4": "int4-row"}
 # The linear layers of Llama-like models that are quantized, by the last component of their names.
@@ -136,15 +137,10 @@ class Scheme:
         }
 
     def resolved(self, is_foldable: bool) -> Scheme:
-        """The scheme with a rotation in place of "auto". is_foldable: whether "quarot" is possible.
-
-        FP8 weights gain nothing by a rotation, but a cache does.
-        """
+        """The scheme with a rotation in place of "auto". is_foldable: whether "quarot" is possible."""
         if self.rotation != AUTO:
             return self
-        of_fp8 = "heads" if self.cache else None
-        of_integers = "quarot" if is_foldable else "blocks"
-        return replace(self, rotation=of_fp8 if self.weights == "fp8" else of_integers)
+        return replace(self, rotation=rotation_for(self.weights, is_foldable, self.cache is not None).value)
 
     @property
     def rotates_keys(self) -> bool:
