@@ -1,4 +1,4 @@
-"""SmolLM2, as `hadagen quantize` writes it, generates in vLLM on a CPU what it does in transformers. `make engine-test`
+"""Models, as `hadagen quantize` writes them, generate in vLLM on a CPU what they do in transformers. `make engine-test`
 downloads vLLM; other runs skip this."""
 
 import json
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_vllm import NEXT, VLLM, run
+from command_line import succeed
+from test_engine_vllm import EXPERTS, NEXT, VLLM, run
+from tiny_models import model_of
 
 from hadagen.models.checkpoint import convert
 from hadagen.models.scheme import Scheme
@@ -101,3 +103,53 @@ def test_smollm2_generates_in_vllm_what_it_generates_in_transformers(smollm2: Pa
             print(f"noise {noise.square().mean().sqrt():.2g}")
             assert error < 2 * noise.square().mean().sqrt()
             assert same > 0.75
+
+
+SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 32}
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS,
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "mlp_only_layers": [0]},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+# Of the rotation that "auto" is, and "blocks".
+QUANTIZED = (
+    ("mixtral", "int8", "auto"),
+    ("mixtral", "int4", "blocks"),
+    ("qwen3_moe", "fp8", "blocks"),
+    ("qwen3_moe", "int8", "auto"),
+    ("gemma3_text", "int8", "auto"),
+)
+
+
+def test_models_of_other_kinds_generate_in_vllm_what_they_generate_in_transformers(tmp_path: Path) -> None:
+    """Experts, an MLP beside them, and norms and windows of Gemma. Where tokens differ, the logits of both do not."""
+    import transformers
+
+    import hadagen.integrations.transformers  # noqa: F401
+
+    for kind, options in KINDS.items():
+        model_of(kind, **SMALL | {"num_key_value_heads": 1} | options).save_pretrained(tmp_path / kind)
+    folders = []
+    for kind, weights, rotation in QUANTIZED:
+        folders.append(tmp_path / f"{kind}-{weights}")
+        succeed("quantize", tmp_path / kind, folders[-1], "--weights", weights, "--rotation", rotation)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 24, (len(TEXTS),), generator=generator).tolist()
+    prompts = [torch.randint(3, 128, (each,), generator=generator).tolist() for each in lengths]
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    served = run("served", tmp_path / "prompts.json", *folders, engine=NEXT)
+
+    for folder, (tokens, scores) in zip(folders, served, strict=True):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        wanted = likelihoods(model, prompts, tokens)
+        found = wanted.gather(-1, torch.tensor(tokens)[..., None])[..., 0]
+        errors, behind = (found - torch.tensor(scores)).abs(), wanted.amax(-1) - found
+        differ = int((behind > 0).sum())
+        print(f"{folder.name}: {differ} tokens differ, errors up to {errors.max():.2g}, median {errors.median():.2g}")
+        assert behind.max() <= 0.01
+        assert errors.median() < 1e-4  # a difference in the last bit changes few codes
+        assert len({each for row in tokens for each in row}) > 10

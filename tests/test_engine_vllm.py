@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import model_of
 from vllm_program import PROMPT, TOKENS
 
 import hadagen
 from hadagen import Rotation
 from hadagen.models.folding import Sizes, planned
-from hadagen.models.layers import codes_of, values_of
+from hadagen.models.layers import OF_WEIGHT, codes_of, values_of
 from hadagen.models.scheme import Scheme
 from hadagen.models.stored import checksum_of_files
 
@@ -180,7 +181,7 @@ class Quantized(torch.nn.Module):
     def __init__(self, layer: torch.nn.Linear, scheme: dict[str, Any], rotation: Rotation | None) -> None:
         super().__init__()
         weight = layer.weight if rotation is None else rotation.fold_into(layer.weight, "input")
-        self.weight, self.scale = codes_of("a layer", weight, scheme["weights"])
+        self.parts = codes_of("a layer", weight, scheme["weights"])
         self.activations, self.rotation = scheme["activations"], rotation
         self.input_scale = torch.tensor(0.05) if self.activations == "fp8-tensor" else None
 
@@ -191,7 +192,8 @@ class Quantized(torch.nn.Module):
             tensor_scale = self.input_scale
             q = hadagen.rotate_quantize(x, self.rotation, to=self.activations, tensor_scale=tensor_scale)
             turned = q.dequantize(torch.float32)
-        return torch.nn.functional.linear(turned, values_of(self.weight, self.scale, torch.float32))
+        weight, scale, factor = (self.parts.get(name) for name in OF_WEIGHT)
+        return torch.nn.functional.linear(turned, values_of(weight.squeeze(-1), scale, factor, torch.float32))
 
 
 def quantized(
@@ -213,7 +215,7 @@ def quantized(
         if isinstance(layer, torch.nn.Linear) and made_scheme.is_quantized(name):
             online = made_scheme.online_of(name)
             made = Quantized(layer, scheme, online.rotation() if online else None)
-            tensors |= {f"{name}.weight": made.weight[..., None], f"{name}.weight_scale": made.scale}
+            tensors |= {f"{name}.{part}": each for part, each in made.parts.items()}
             if made.input_scale is not None:
                 tensors[f"{name}.input_scale"] = made.input_scale
             model.set_submodule(name, made)
@@ -243,10 +245,29 @@ def test_checkpoints_of_hadagen_run_with_one_kernel_before_each_product(tmp_path
             assert each["activations"] >= 2 * TOKENS
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}  # of Mixtral
+
+
+def with_experts(folder: Path, scheme: Scheme) -> list[int]:
+    """Write a Mixtral as `hadagen quantize` does, and return its tokens."""
+    import transformers
+
+    from hadagen.integrations.transformers_folder import convert_any
+
+    sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
+    model_of("mixtral", **sizes, **EXPERTS).save_pretrained(plain := folder.with_name("plain"))
+    list(convert_any(plain, folder, scheme))
+    return greedy(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
 def test_checkpoints_of_hadagen_are_compiled(tmp_path: Path) -> None:
-    tokens = quantized(tmp_path / "model", "fp8", "fp8-row")
-    found = run("compiled", tmp_path / "model", TORCH_COMPILE_DISABLE="0", VLLM_CACHE_ROOT=str(tmp_path / "cache"))
-    assert found["tokens"] == tokens
+    tokens = [  # experts come first, for which vLLM makes a group of processes once
+        with_experts(tmp_path / "experts", Scheme("int8", None, "quarot")),
+        quantized(tmp_path / "model", "fp8", "fp8-row"),
+    ]
+    caches = {"TORCH_COMPILE_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    found = run("compiled", tmp_path / "experts", tmp_path / "model", **caches)
+    assert [each["tokens"] for each in found] == tokens
 
 
 def test_adapters_of_checkpoints_that_do_not_rotate_hidden_states(
@@ -291,7 +312,7 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in (*REFUSED, "rotated")]
     found = run("refused", *folders)
     permuted, newer, unknown, longer, mixed, ignored, changed = found["models"]
-    plain, again, experts, split, blocks = found["layers"]
+    plain, again, split, blocks = found["layers"]
     assert found["dummy"] == [""]
     assert permuted.startswith("UsageError: the transform R4 has randomize=true")
     assert "version 3; this hadagen reads version 2, so update hadagen" in newer
@@ -306,7 +327,16 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
         )
     assert "the model has no quantization_config of hadagen; leave out --quantization" in plain
     assert "has codes of hadagen already, which vLLM cannot quantize again" in again
-    assert "codes in gate_proj, up_proj, down_proj of mlp.experts, which run with transformers but not with" in experts
+    activation, scales, some, longer, ranks, unloaded, ignored = found["experts"]
+    assert activation.startswith("mlp.experts has codes and the activation 'swigluoai', which hadagen does not compute")
+    assert activation.endswith("--ignore for each of gate_up_proj, down_proj")
+    assert "mlp.experts has experts, some of which a text may not reach, so fp8-tensor has no scales" in scales
+    assert "the checkpoint has codes in only some of gate_up_proj, down_proj of mlp.experts" in some
+    assert "a rotation of 96 in blocks of 16 for the 96 inputs of mlp.experts.down_proj, but rotation" in longer
+    assert longer.endswith("'blocks' needs a rotation of 96 in blocks of 32; quantize the model again")
+    assert ranks.startswith("mlp.experts rotates blocks of 96 inputs, which 2 ranks cannot share; quantize the model")
+    assert unloaded.startswith("mlp.experts.w13_weight has -128, which hadagen does not write")
+    assert ignored == ""
     assert split.startswith("mlp.down_proj rotates blocks of 192 inputs, which 2 ranks cannot share; quantize the")
     assert blocks.endswith("of 64 inputs, which 4 ranks cannot share; choose a smaller tensor_parallel_size")
 
@@ -326,17 +356,29 @@ def test_a_layer_takes_codes_that_another_layer_made(engine: str) -> None:
     assert "takes codes [..., 64] of the shape of the input, not [5, 128]" in sizes[1]
     assert "takes one scale a row, not [3] for codes [5, 64]" in sizes[2]
     assert found["ignored"] == ["lm_head", "text.model.layers.0.mlp.down_proj"]
+    assert max(found["normed"].values()) < 0.01  # a quotient in the middle between two codes gets either
+    assert max(found["experts"]) < 0.01
+    by_row = {kind: f"QuantKey({kind},scale(f32,dynamic,per_token),symmetric)" for kind in ("i8", "f8e4m3fn")}
+    for case, keys in found["keys"].items():
+        capability, rotation, _, activations = case.split()
+        wanted = {"int8-row": by_row["i8"], "fp8-row": by_row["f8e4m3fn"], "None": "None"}.get(
+            activations, "QuantKey(f8e4m3fn,scale(f32,static,per_tensor),symmetric)"
+        )
+        if rotation == "blocks" or (capability == "80" and activations != "int8-row"):
+            wanted = "None"
+        assert (case, keys) == (case, [*[wanted] * 3, "None" if rotation == "quarot" else wanted])
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
 def test_rotations_in_blocks_run_with_tensor_parallelism(tmp_path: Path) -> None:
     """Each of two ranks has 3 of 6 blocks of down_proj, and 1 of 2 of o_proj. Of the transforms, a rank
     has 1 of 2 heads of R2 too, and the whole input of R5. One scale of all activations is that of each rank; the scales
-    of groups are divided as their inputs."""
+    of groups are divided as their inputs. Of each expert, a rank has 1 of 2 blocks."""
     tokens = (
         transformed(tmp_path / "transformed", block=32),
         quantized(tmp_path / "quantized", "fp8", "fp8-tensor", "blocks", width=256),
-        quantized(tmp_path / "groups", "int4", "int8-row", "blocks", width=256),
+        quantized(tmp_path / "groups", "int4", None, "blocks", width=256),
+        with_experts(tmp_path / "experts", Scheme("int4", None, "blocks")),
     )
-    found = run("parallel", *(tmp_path / name for name in ("transformed", "quantized", "groups")))
+    found = run("parallel", *(tmp_path / name for name in ("transformed", "quantized", "groups", "experts")))
     assert tuple(each["tokens"] for each in found) == tokens

@@ -6,40 +6,40 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import linear
 from vllm import _custom_ops
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_fp8_supported
-from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from hadagen import prologues
-from hadagen.errors import UsageError
-from hadagen.integrations import vllm_activation
+from hadagen.errors import UsageError, shown
+from hadagen.integrations import vllm_activation, vllm_experts
 from hadagen.integrations.host import Changed, Host
+from hadagen.integrations.vllm_loading import Part, add, add_codes, check_loaded
 from hadagen.models.checkpoint import Checkpoint
-from hadagen.models.folding import Sizes
-from hadagen.models.int4 import span_of
-from hadagen.models.layers import HELD, OfWeight, check_values, codes_of_input, product_of, shapes_of, type_of
-from hadagen.models.scheme import GROUPS, METHOD, Online, Scheme
+from hadagen.models.folding import Sizes, head_of
+from hadagen.models.layers import OfWeight, codes_of_input, product_of, values_of
+from hadagen.models.linears import check_is_untied, known_sizes, rotation_of_input
+from hadagen.models.scheme import METHOD, Online, Scheme
 from hadagen.models.stored import check_files, check_scheme
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime.checks import QUANTIZED, plain
+from hadagen.runtime.checks import QUANTIZED
 from hadagen.runtime.quantized import Quantized
 
 # Their instances have gate_up_proj, act_fn and down_proj. Other MLPs compute the activation by themselves.
 _MLPS = ("vllm.model_executor.models.llama:LlamaMLP", "vllm.model_executor.models.qwen2:Qwen2MLP")
-EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")  # of routed experts
 _hooked: set[str] = globals().get("_hooked", set())  # importlib.reload keeps it
-# Bytes of values that are refused, which parameters have until they are loaded.
-_IMPOSSIBLE = {torch.float8_e4m3fn: 0x7F, torch.int8: 0x80, torch.uint8: 0x80, torch.float32: 0xFF}
 _NO_INT8 = 100  # the capability from which vLLM has no product of INT8 codes
+_FP8 = 89  # that from which GPUs have FP8
 
 
 class Quantization(QuantizationConfig):  # type: ignore[misc]
@@ -55,6 +55,7 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
             )
         super().__init__()
         self.stored = self.scheme = scheme  # with the checkpoint's names of layers, and with those of vLLM's model
+        self.sizes: Sizes | None = None  # of a model whose architecture is known
         self.is_checked = False
 
     @classmethod
@@ -95,20 +96,20 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
         online = {renamed(name): each for name, each in self.scheme.online.items()}
         self.scheme = replace(self.scheme, ignore=tuple(map(renamed, self.scheme.ignore)), online=online)
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
-        """The method of a linear layer, of which vLLM merges some from several of the checkpoint.
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a linear layer, of which vLLM merges some from several of the checkpoint, or of experts.
 
         Raises `UsageError` if the checkpoint is another than hadagen writes, or if it has rotated hidden states, and
         vLLM is to use them outside of the model.
         """
         if not self.is_checked:
             self.is_checked = True
-            _check_folder(self.stored)
+            self.sizes = _check_folder(self.stored)
         if self.scheme.rotation == "quarot":
             _check_hidden_states()
         _hook_mlps(self.host)  # in the process that makes the model, which makes attention before the first MLP
         if isinstance(layer, RoutedExperts):
-            self._check_experts(prefix)
+            return vllm_experts.method_of(layer, prefix, self.scheme, self._check_rotation)
         if not isinstance(layer, LinearBase):
             return None
         stem, dot, last = prefix.rpartition(".")
@@ -120,17 +121,23 @@ class Quantization(QuantizationConfig):  # type: ignore[misc]
                 "quantize the model again with the same treatment of all"
             )
         [(is_quantized, online)] = found
-        return QuantizedMethod(prefix, self.scheme, online) if is_quantized else UnquantizedLinearMethod()
+        if not is_quantized:
+            return UnquantizedLinearMethod()
+        self._check_rotation(names[0], layer.input_size)
+        return QuantizedMethod(prefix, self.scheme, online)
 
-    def _check_experts(self, prefix: str) -> None:
-        """Raise `UsageError` if routed experts have codes, which vLLM's kernels for experts cannot read."""
-        places = (prefix, f"{prefix}.0")  # packed, or a layer for each
-        quantized = [name for name in EXPERTS if any(self.scheme.is_quantized(f"{each}.{name}") for each in places)]
-        if quantized:
+    def _check_rotation(self, name: str, n: int) -> None:
+        """Raise `UsageError` for another rotation of the input of a layer than hadagen writes."""
+        found, wanted = self.scheme.online_of(name), rotation_of_input(self.scheme.rotation, name, n, self.sizes)
+        if found != wanted:
             raise UsageError(
-                f"the checkpoint has codes in {', '.join(quantized)} of {prefix}, which run with transformers but not "
-                f"with vLLM; quantize the model again with --ignore for each of them"
+                f"quantization_config has {_said(found)} for the {n} inputs of {name}, but rotation "
+                f"{shown(self.scheme.rotation)} needs {_said(wanted)}; quantize the model again"
             )
+
+
+def _said(online: Online | None) -> str:
+    return "no rotation" if online is None else f"a rotation of {online.n} in blocks of {online.block or online.n}"
 
 
 class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
@@ -158,35 +165,13 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
     ) -> None:
         """Add `weight`, `weight_scale`, `input_scale` and `rotation` to the layer. Raises `UsageError` if the input
         is not as long as the rotation, or tensor parallelism divides a block of it."""
-        rotation = None if self.online is None else self.online.rotation()
-        if rotation is not None and rotation.n != input_size:
-            raise UsageError(f"{self.prefix} has {input_size} inputs, but the checkpoint rotates {rotation.n} of them")
-        if rotation is not None and input_size_per_partition != input_size:
-            if input_size_per_partition % rotation.block:
-                other = "" if self.scheme.rotation == "blocks" else 'quantize the model with rotation="blocks", or '
-                raise UsageError(
-                    f"{self.prefix} rotates blocks of {rotation.block} inputs, which {layer.tp_size} ranks cannot "
-                    f"share; {other}choose a smaller tensor_parallel_size"
-                )
-            rotation = rotation.shard(layer.tp_rank, layer.tp_size)
-        layer.rotation, self.inputs = rotation, input_size_per_partition
-        out, ranks = sum(output_partition_sizes), input_size // input_size_per_partition
-        span = span_of(input_size) if self.scheme.weights in GROUPS else 1
-        if input_size_per_partition % span:
-            raise UsageError(
-                f"{self.prefix} has {input_size} inputs with spans of {span} codes of {self.scheme.weights}, which "
-                f"{ranks} ranks cannot share; choose a smaller tensor_parallel_size"
-            )
+        part = Part(self.prefix, self.scheme, self.online, input_size, input_size // input_size_per_partition)
+        layer.rotation, self.inputs = part.rotation(getattr(layer, "tp_rank", 0)), input_size_per_partition
         by_row = {"output_dim": 0, **attributes}
-        for part, (_, columns, *last) in shapes_of(self.prefix, out, input_size, self.scheme.weights).items():
-            is_cut = part != "weight_scale"
-            kind = type_of(part, self.scheme.weights)
-            made = torch.empty(out, columns // ranks if is_cut else columns, *last, dtype=kind)
-            made.view(torch.uint8).fill_(_IMPOSSIBLE[kind])
-            _add(layer, part, made, {"input_dim": 1, **by_row} if is_cut else by_row)
+        add_codes(layer, "", part, (sum(output_partition_sizes),), {"input_dim": 1, **by_row}, by_row)
         if self.scheme.activations == "fp8-tensor":
             scales = torch.full((len(output_partition_sizes),), torch.nan, dtype=torch.float32)
-            _add(layer, "input_scale", scales, {"needs_scalar_to_array": True, **attributes})
+            add(layer, "input_scale", scales, {"needs_scalar_to_array": True, **attributes})
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Move the rotation to the weight's device, and look which products vLLM has there.
@@ -194,10 +179,7 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         Raises `UsageError` for impossible codes and scales, such as those that were not loaded. With
         `--load-format dummy` vLLM loads none, so they get values that are possible.
         """
-        if _is_dummy():
-            for each in (getattr(layer, name) for name in HELD if hasattr(layer, name)):
-                each.data.view(torch.uint8).fill_(0x11) if each.itemsize == 1 else each.data.fill_(1e-4)
-        check_values(f"{self.prefix}.", {name: getattr(layer, name, None) for name in HELD})
+        check_loaded(f"{self.prefix}.", layer)
         if layer.rotation is not None:
             layer.rotation.to(layer.weight.device)
         if self.scheme.activations == "fp8-tensor":  # merged layers have the same input
@@ -206,7 +188,9 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         if alike and current_platform.is_cuda() and layer.params_dtype != torch.float32:
             has_int8 = not current_platform.has_device_capability(_NO_INT8)
             self.multiplies = cutlass_fp8_supported() if self.scheme.weights == "fp8" else has_int8
-        if self.multiplies:  # vLLM's kernels that make codes need a GPU too
+        # Norms, activations and attention of vLLM make codes on GPUs, also for weights of other codes.
+        is_fp8 = (self.scheme.activations or "").startswith("fp8")
+        if current_platform.is_cuda() and (not is_fp8 or current_platform.has_device_capability(_FP8)):
             vllm_activation.expose(layer, self)
 
     def input_codes(self) -> str | None:
@@ -238,11 +222,16 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         self, layer: Any, x: Quantized | torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None
     ) -> torch.Tensor:
         weight = OfWeight(layer.weight.squeeze(-1), layer.weight_scale, getattr(layer, "weight_factor", None))
-        if not self.multiplies or not isinstance(x, Quantized):
+        if not isinstance(x, Quantized):
             return product_of(x, weight, bias, dtype)
-        scales = x.scales.reshape(-1, 1)
-        found = _custom_ops.cutlass_scaled_mm(x.codes, weight.codes.T, scales, weight.scales, dtype, bias)
-        return found  # type: ignore[no-any-return]
+        if self.multiplies:
+            scales = x.scales.reshape(-1, 1)
+            found = _custom_ops.cutlass_scaled_mm(x.codes, weight.codes.T, scales, weight.scales, dtype, bias)
+            return found  # type: ignore[no-any-return]
+        if x.codes.device.type == "cpu" and torch.compiler.is_compiling():
+            # With torch._int_mm, graphs of vLLM 0.32 return NaN.
+            return linear(x.dequantize(dtype), values_of(*weight, dtype), bias)
+        return product_of(x, weight, bias, dtype)
 
     def dequantize_weight(self, layer: Any) -> torch.Tensor:
         """Raises `UsageError`: by this, vLLM would quantize the layer again, without the rotation of its input."""
@@ -252,27 +241,33 @@ class QuantizedMethod(LinearMethodBase):  # type: ignore[misc]
         )
 
 
-def _check_folder(scheme: Scheme) -> None:
-    """Raise what hadagen's own loading raises for the checkpoint of the model that vLLM makes now.
+def _check_folder(scheme: Scheme) -> Sizes | None:
+    """Raise what hadagen's own loading raises for the checkpoint of the model that vLLM makes now, and return its
+    sizes, if its architecture is known.
 
-    Its files are read if vLLM was given a folder, by the first process.
+    Its files are read if vLLM was given a folder, by the first process. The rotations of models with other names than
+    Llama's are compared layer by layer, when these are made.
     """
     config: Any = get_current_vllm_config_or_none()
     if config is None:
-        return
-    given = {
-        name: each for name, each in config.model_config.hf_config.to_dict().items() if name != "quantization_config"
-    }
-    sizes = Sizes.of(given)
-    check_scheme(scheme, sizes)
+        return None
+    hf_config = config.model_config.hf_config
+    given = {name: each for name, each in hf_config.to_dict().items() if name != "quantization_config"}
+    sizes = llama = Sizes.of(given)
+    check_scheme(scheme, llama)
+    if llama is None:
+        sizes = known_sizes(SimpleNamespace(config=hf_config), scheme)
+        wanted = head_of(scheme, sizes) if sizes else None
+        if scheme.head != wanted:
+            raise UsageError(
+                f"quantization_config has head {shown(scheme.head)}, but rotation {shown(scheme.rotation)} of this "
+                f"model needs {shown(wanted)}; quantize it again"
+            )
+        check_is_untied(scheme, sizes)
     folder = Path(config.model_config.model)
     if folder.is_dir() and config.parallel_config.rank == 0:
-        check_files(Checkpoint(folder).paths(), sizes, given["model_type"], scheme)
-
-
-def _is_dummy() -> bool:
-    config: Any = get_current_vllm_config_or_none()
-    return config is not None and config.load_config.load_format == "dummy"
+        check_files(Checkpoint(folder).paths(), llama, given["model_type"], scheme)
+    return sizes
 
 
 def _check_hidden_states() -> None:
@@ -317,23 +312,3 @@ def _fused(make: Callable[..., None]) -> Callable[..., None]:
             self.act_fn = torch.nn.Identity()
 
     return made
-
-
-def _add(layer: Any, name: str, tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    parameter = torch.nn.Parameter(tensor, requires_grad=False)
-    layer.register_parameter(name, parameter)
-    set_weight_attrs(parameter, attributes | {"weight_loader": _checked(name, attributes["weight_loader"])})
-
-
-def _checked(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader of vLLM that raises `UsageError` for another type, which vLLM would cast."""
-
-    @wraps(load)
-    def loaded(parameter: torch.nn.Parameter, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        if tensor.dtype != parameter.dtype:
-            raise UsageError(
-                f"a {name} has the type {plain(tensor.dtype)}, not {plain(parameter.dtype)}; quantize the model again"
-            )
-        return load(parameter, tensor, *arguments, **options)
-
-    return loaded

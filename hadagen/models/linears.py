@@ -145,22 +145,33 @@ def rotated(model: torch.nn.Module, scheme: Scheme, sizes: Sizes | None) -> Sche
     Raises `UsageError` if there is no rotation of such rows.
     """
     inputs = {name: each.weight.shape[-1] for name, each in linears(model).items() if scheme.is_quantized(name)}
-    if scheme.rotation == "quarot" and sizes:
-        inputs = {name: n for name, n in inputs.items() if place_of(name)[1] in sizes.family.rotated}
-        online = {name: Online(n) for name, n in _named(inputs).items()}
-        for name, n in inputs.items():
-            check_rotation(name, n, "its input", "blocks")
-    else:
-        online = {name: Online(n, block_of(n)) for name, n in _named(inputs).items() if scheme.rotation == "blocks"}
-    return replace(scheme, online=online, head=head_of(scheme, sizes) if sizes else None)
+    found = {name: rotation_of_input(scheme.rotation, name, n, sizes) for name, n in inputs.items()}
+    online = {name: each for name, each in found.items() if each}
+    if scheme.rotation == "quarot":
+        for name, each in online.items():
+            check_rotation(name, each.n, "its input", "blocks")
+    return replace(scheme, online=_named(online), head=head_of(scheme, sizes) if sizes else None)
 
 
-def _named(inputs: dict[str, int]) -> dict[str, int]:
-    """The lengths of inputs by the last components of names, or by names if layers that end alike differ."""
-    lengths: dict[str, set[int]] = {}
-    for name, n in inputs.items():
-        lengths.setdefault(name.rpartition(".")[2], set()).add(n)
-    named = {short if len(lengths[short := name.rpartition(".")[2]]) == 1 else name: n for name, n in inputs.items()}
+def rotation_of_input(rotation: str | None, name: str, n: int, sizes: Sizes | None) -> Online | None:
+    """The rotation of the input [..., n] of a layer with codes that runs in each pass, for a `rotation` of a scheme.
+
+    sizes: of a model whose architecture is known, as "quarot" needs.
+    """
+    if rotation == "blocks":
+        return Online(n, block_of(n))
+    is_rotated = rotation == "quarot" and sizes and name.endswith(sizes.family.rotated)
+    return Online(n) if is_rotated else None
+
+
+def _named(online: dict[str, Online]) -> dict[str, Online]:
+    """Rotations by the last components of names, or by names if those of layers that end alike differ."""
+    found: dict[str, set[Online]] = {}
+    for name, each in online.items():
+        found.setdefault(name.rpartition(".")[2], set()).add(each)
+    named = {
+        short if len(found[short := name.rpartition(".")[2]]) == 1 else name: each for name, each in online.items()
+    }
     return dict(sorted(named.items()))
 
 
@@ -173,6 +184,11 @@ def check_scheme_of(model: torch.nn.Module, scheme: Scheme, sizes: Sizes | None)
             f"quantization_config has online = {shown(found)} and head {shown(scheme.head)}, but rotation "
             f"{shown(scheme.rotation)} of this model needs {shown(wanted)} and {shown(made.head)}; quantize it again"
         )
+    check_is_untied(scheme, sizes)
+
+
+def check_is_untied(scheme: Scheme, sizes: Sizes | None) -> None:
+    """Raise `UsageError` if the last layer of a stored model is its embedding, which "quarot" rotates differently."""
     if sizes and sizes.tied and scheme.rotation == "quarot":
         raise UsageError("config.json has tie_word_embeddings, but rotation 'quarot' unties them; set it to false")
 
