@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from hadagen.gpu.libnvml import NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM, NVML_CLOCK_SM
+from hadagen.gpu.nvml import NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM, NVML_CLOCK_SM
 
 US = os.getpid()
 

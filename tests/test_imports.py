@@ -24,7 +24,7 @@ TABLE = """
     plan                 | problem errors                                            | numpy pydantic yaml
     templates            |                                                           |
     compiler             | templates plan truth problem owners errors                | jinja2 numpy torch
-    gpu                  | problem errors                                            |
+    gpu                  | problem errors                                            | pynvml
     tuning_db.files      |                                                           |
     tuning_db.signatures | errors                                                    | cryptography
     tuning_db.bundle     | tuning_db.files tuning_db.signatures problem errors       |

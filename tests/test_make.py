@@ -327,7 +327,7 @@ def test_a_version_of_the_changelog_fits_a_screen() -> None:
 # ---- the wheel -------------------------------------------------------------------------------------------------------
 ROOMS = {"hadagen": "hadagen", "templates": "hadagen/templates", "tuning_db": "hadagen/tuning_db", "cli": "hadagen/cli"}
 # All that a bare install has, for lack of NumPy or Jinja2; the others are what importing PyTorch needs.
-BARE = ("torch", "torchgen", "functorch", "click")
+BARE = ("torch", "torchgen", "functorch", "click", "pynvml")
 OF_TORCH = ("typing_extensions", "sympy", "mpmath", "networkx", "filelock", "fsspec")
 
 SMOKE = """

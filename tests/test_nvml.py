@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,10 @@ from test_driver import compiled
 
 import hadagen
 from hadagen.errors import DeviceError
-from hadagen.gpu import gpu_class, libnvml
+from hadagen.gpu import gpu_class, nvml
 from hadagen.gpu.driver import DriverError
 from hadagen.gpu.gpu_class import class_name, class_of
-from hadagen.gpu.libnvml import NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM
+from hadagen.gpu.nvml import NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM
 from hadagen.measure import environment, service
 from hadagen.measure.messages import Answer, Compare, Comparison, Look, Measure, Race
 from hadagen.measure.monitor import Monitor
@@ -72,7 +73,7 @@ def test_memory_is_named_where_the_name_alone_is_ambiguous(model: str, size: int
     assert class_name(model, size, None) == name
 
 
-# ---- NVML, against the package of NVIDIA over the same library -------------------------------------------------------
+# ---- NVML, through the package of NVIDIA over a library that stands in -----------------------------------------------
 STAND_IN = """
 #include <cstring>
 using Handle = void*;
@@ -87,7 +88,6 @@ static int fill(void* array, const void* all, unsigned size, unsigned* count, un
     if (room < many) return 7;
     memcpy(array, all, size * many);
     return code; }
-int nvmlInit_v2() { return 0; }
 int nvmlInitWithFlags(unsigned) { return 0; }
 int nvmlSystemGetDriverVersion(char* text, unsigned room) { strncpy(text, "580.82.07", room); return code; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char* id, Handle* found) {
@@ -134,80 +134,69 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def library(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    found = libnvml.open_library(str(stand_in))
-    monkeypatch.setattr(libnvml, "open_library", lambda: found)
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], ctypes.CDLL]]:
+    """Makes a library the one that the package of NVIDIA asks."""
+
+    def opens(path: Path) -> ctypes.CDLL:
+        library = ctypes.CDLL(str(path))
+        monkeypatch.setattr(pynvml, "nvmlLib", library)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        nvml.is_there.cache_clear()
+        return library
+
+    yield opens
+    nvml.is_there.cache_clear()
+
+
+@pytest.fixture
+def library(stand_in: Path, opened: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL:
+    found = opened(stand_in)
     ctypes.c_int.in_dll(found, "code").value = 0
     return found
 
 
-def test_questions_are_those_of_the_package_of_nvidia(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = libnvml.find_gpu("0000:18:00.0", "MIG-2")
-    monkeypatch.setattr(pynvml, "nvmlLib", library)
-    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    theirs = pynvml.nvmlDeviceGetHandleByPciBusId(b"0000:18:00.0")
-    assert gpu.power_limit_watts() == round(pynvml.nvmlDeviceGetEnforcedPowerLimit(theirs) / 1000) == 450
-    assert gpu.default_power_limit_watts() == pynvml.nvmlDeviceGetPowerManagementDefaultLimit(theirs) / 1000 == 700
-    for kind in (pynvml.NVML_CLOCK_GRAPHICS, pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM):
-        assert gpu.application_clock_mhz(kind) == pynvml.nvmlDeviceGetApplicationsClock(theirs, kind)
-        assert gpu.default_application_clock_mhz(kind) == pynvml.nvmlDeviceGetDefaultApplicationsClock(theirs, kind)
-        assert gpu.max_clock_mhz(kind) == pynvml.nvmlDeviceGetMaxClockInfo(theirs, kind)
-        assert gpu.clock_mhz(kind) == pynvml.nvmlDeviceGetClockInfo(theirs, kind)
-    assert gpu.event_reasons() == pynvml.nvmlDeviceGetCurrentClocksEventReasons(theirs)
-    assert gpu.utilization() == pynvml.nvmlDeviceGetUtilizationRates(theirs).gpu
-    assert gpu.memory_used() == pynvml.nvmlDeviceGetMemoryInfo(theirs).used
-    listed = pynvml.nvmlDeviceGetComputeRunningProcesses(theirs) + pynvml.nvmlDeviceGetGraphicsRunningProcesses(theirs)
-    assert gpu.processes() == {process.pid: process.usedGpuMemory or 0 for process in listed}
-    assert len(listed) == 101
-    ran = pynvml.nvmlDeviceGetProcessUtilization(theirs, 0)
-    assert [(sample.pid, sample.smUtil) for sample in ran] == [(1, 20), (1, 30), (2, 4000000), (3, 5)]
-    assert gpu.process_utilization() == {1: 30, 3: 5}
+def test_answers_are_those_of_nvml(library: ctypes.CDLL) -> None:
+    gpu = nvml.find_gpu("0000:18:00.0", "MIG-2")
+    assert (gpu.power_limit_watts(), gpu.default_power_limit_watts()) == (450, 700)
+    for kind in (NVML_CLOCK_GRAPHICS, nvml.NVML_CLOCK_SM, NVML_CLOCK_MEM):
+        assert gpu.application_clock_mhz(kind) == 1200 + kind
+        assert gpu.default_application_clock_mhz(kind) == 1900 + kind
+        assert gpu.max_clock_mhz(kind) == 1980 + kind
+        assert gpu.clock_mhz(kind) == 345 + kind
+    assert gpu.event_reasons() == nvml.HW_THERMAL_SLOWDOWN | nvml.SW_POWER_CAP
+    assert (gpu.utilization(), gpu.memory_used()) == (97, 40 << 32)
+    assert gpu.processes() == {pid: pid << 32 for pid in range(1, 101)} | {2: 0, 500: 5}
+    assert gpu.process_utilization() == {1: 30, 3: 5}  # 2 had no percentage
     assert gpu.process_utilization() == {}  # since then none
     assert (gpu.process_name(12), gpu.process_name(13)) == ("python3", "")
-    assert libnvml.driver_version() == pynvml.nvmlSystemGetDriverVersion()
-
-
-def test_structures_and_values_are_those_of_the_package_of_nvidia() -> None:
-    theirs = (pynvml.c_nvmlProcessInfo_t, pynvml.c_nvmlProcessUtilizationSample_t, pynvml.c_nvmlUtilization_t)
-    for ours, their in zip((libnvml.ProcessInfo, libnvml.ProcessUtilization, libnvml.Utilization), theirs, strict=True):
-        assert ours._fields_ == their._fields_
-    assert libnvml.Memory._fields_ == pynvml.c_nvmlMemory_t._fields_
-    values = {name: value for name, value in vars(libnvml).items() if name.startswith("NVML_")}
-    assert values == {name: getattr(pynvml, name) for name in values}
-    bits = {
-        "GpuIdle": libnvml.GPU_IDLE,
-        "SwPowerCap": libnvml.SW_POWER_CAP,
-        "HwSlowdown": libnvml.HW_SLOWDOWN,
-        "SwThermalSlowdown": libnvml.SW_THERMAL_SLOWDOWN,
-        "HwThermalSlowdown": libnvml.HW_THERMAL_SLOWDOWN,
-        "HwPowerBrakeSlowdown": libnvml.HW_POWER_BRAKE_SLOWDOWN,
-    }
-    assert bits == {name: getattr(pynvml, f"nvmlClocksEventReason{name}") for name in bits}
+    assert nvml.driver_version() == "580.82.07"
 
 
 def test_a_part_of_a_gpu_has_its_own_processes_and_the_settings_of_the_whole(library: ctypes.CDLL) -> None:
-    gpu = libnvml.find_gpu("0000:18:00.0", "MIG-1")
+    gpu = nvml.find_gpu("0000:18:00.0", "MIG-1")
     assert gpu.processes() == {1: 1 << 32, 2: 0}
     assert (gpu.power_limit_watts(), gpu.event_reasons(), gpu.utilization()) == (450, 0x44, None)
 
 
-def test_a_machine_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert libnvml.open_library(str(tmp_path / "libnone.so")) is None
-    monkeypatch.setattr(libnvml, "open_library", lambda: None)
-    assert (libnvml.find_gpu("0000:18:00.0"), libnvml.driver_version()) == (None, "")
+def test_a_machine_without_nvml(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL(f"{name}.none"))
+    assert (nvml.find_gpu("0000:18:00.0"), nvml.driver_version(), nvml.is_there()) == (None, "", False)
 
 
-def test_what_nvml_refuses_or_lacks_is_not_known(library: ctypes.CDLL, tmp_path: Path) -> None:
-    gpu = libnvml.find_gpu("0000:18:00.0")
+def test_what_nvml_refuses_or_lacks_is_not_known(
+    library: ctypes.CDLL, opened: Callable[[Path], ctypes.CDLL], tmp_path: Path
+) -> None:
+    gpu = nvml.find_gpu("0000:18:00.0")
     ctypes.c_int.in_dll(library, "code").value = 3  # not supported
     answers = gpu.power_limit_watts(), gpu.clock_mhz(1), gpu.event_reasons(), gpu.utilization(), gpu.memory_used()
     assert {*answers, gpu.processes(), gpu.process_utilization()} == {None}
-    assert (gpu.process_name(12), libnvml.driver_version()) == ("", "")
-    assert libnvml.find_gpu("0000:19:00.0") is None
-    older = re.sub(r"int nvmlDeviceGetEnforced.*\n", "", STAND_IN)
-    lacking = ctypes.CDLL(str(compiled(tmp_path, "libolder.so", older, "-shared", "-fPIC")))
-    handle = ctypes.c_void_p(1)
-    assert libnvml.Gpu(lacking, handle, handle).power_limit_watts() is None
+    assert (gpu.process_name(12), nvml.driver_version()) == ("", "")
+    assert nvml.find_gpu("0000:19:00.0") is None
+    older = re.sub(r"int nvmlDeviceGetEnforced.*\n", "", STAND_IN).replace("ClocksEvent", "ClocksThrottle")
+    opened(compiled(tmp_path, "libolder.so", older.replace("train.py", "\\xff"), "-shared", "-fPIC"))
+    gpu = nvml.find_gpu("0000:18:00.0")
+    assert (gpu.power_limit_watts(), gpu.event_reasons(), gpu.process_name(12)) == (None, 0x44, "")
 
 
 # ---- the class of a device, when tuning and when calling -------------------------------------------------------------
@@ -423,10 +412,10 @@ def test_who_has_the_memory_is_named_where_it_runs_out() -> None:
 @pytest.mark.parametrize(
     ("bits", "why"),
     [
-        (libnvml.HW_THERMAL_SLOWDOWN | libnvml.HW_SLOWDOWN, "it is too hot (hardware thermal slowdown)"),
-        (libnvml.SW_THERMAL_SLOWDOWN | libnvml.SW_POWER_CAP, "it is too hot (software thermal slowdown)"),
-        (libnvml.HW_POWER_BRAKE_SLOWDOWN, "its power supply holds it back (hardware power brake)"),
-        (libnvml.HW_SLOWDOWN, "the hardware holds it back (hardware slowdown)"),
+        (nvml.HW_THERMAL_SLOWDOWN | nvml.HW_SLOWDOWN, "it is too hot (hardware thermal slowdown)"),
+        (nvml.SW_THERMAL_SLOWDOWN | nvml.SW_POWER_CAP, "it is too hot (software thermal slowdown)"),
+        (nvml.HW_POWER_BRAKE_SLOWDOWN, "its power supply holds it back (hardware power brake)"),
+        (nvml.HW_SLOWDOWN, "the hardware holds it back (hardware slowdown)"),
     ],
 )
 def test_a_gpu_that_is_slowed_down_is_noticed_until_it_recovers(bits: int, why: str) -> None:
@@ -440,10 +429,10 @@ def test_a_gpu_that_is_slowed_down_is_noticed_until_it_recovers(bits: int, why: 
 
 
 def test_a_bit_that_is_set_for_a_moment_disturbs_nothing() -> None:
-    assert watching(FakeGpu(later=[(0.05, {"reasons": 0})]), reasons=libnvml.HW_SLOWDOWN).look() is None
+    assert watching(FakeGpu(later=[(0.05, {"reasons": 0})]), reasons=nvml.HW_SLOWDOWN).look() is None
 
 
-@pytest.mark.parametrize("bits", [libnvml.SW_POWER_CAP, libnvml.CLOCKS_SETTING, libnvml.SYNC_BOOST, libnvml.GPU_IDLE])
+@pytest.mark.parametrize("bits", [nvml.SW_POWER_CAP, nvml.CLOCKS_SETTING, nvml.SYNC_BOOST, nvml.GPU_IDLE])
 def test_reasons_that_a_gpu_has_in_normal_use_disturb_nothing(bits: int) -> None:
     monitor = watching(FakeGpu(), reasons=bits)
     assert (monitor.look(), monitor.look(after=True)) == (None, None)
@@ -453,7 +442,7 @@ def test_clocks_that_fall_for_no_known_reason_are_noticed() -> None:
     gpu, monitor = watched(FakeGpu(), mhz=1200)
     assert monitor.look() is None  # it may have been idle
     assert reason(monitor.look(after=True)) == "the GPU is slowed down: its clock fell from 1980 to 1200 MHz"
-    for reasons in (libnvml.GPU_IDLE, libnvml.SW_POWER_CAP):
+    for reasons in (nvml.GPU_IDLE, nvml.SW_POWER_CAP):
         gpu.reasons = reasons
         assert monitor.look(after=True) is None
     assert watching(FakeGpu(mhz=1200)).look(after=True) is None  # locked before, for all that is timed
@@ -481,7 +470,7 @@ def serving(gpu: FakeGpu, **work: Any) -> Any:
     return made
 
 
-HOT = {"reasons": libnvml.HW_THERMAL_SLOWDOWN}
+HOT = {"reasons": nvml.HW_THERMAL_SLOWDOWN}
 MEASURE, RACE = Measure.__new__(Measure), Race.__new__(Race)
 
 

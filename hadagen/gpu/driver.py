@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from hadagen.errors import DeviceError
-from hadagen.gpu import libcuda, libnvml
+from hadagen.gpu import libcuda, nvml
 from hadagen.problem.launch import PORTABLE_CLUSTER, LaunchSpec, RowShape, X, Y
 
 # Dynamic shared memory, in bytes, that a kernel may use without asking for more.
@@ -101,7 +101,7 @@ def _error(driver: SimpleNamespace, code: int, doing: str) -> DriverError:
 @functools.cache
 def driver_version() -> str:
     """The version, such as "580.82.07", from NVML, which is a part of the driver; "" if a container lacks NVML."""
-    return libnvml.driver_version()
+    return nvml.driver_version()
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from ctypes import create_string_buffer
 from uuid import UUID
 
 from hadagen.errors import DeviceError
-from hadagen.gpu import libnvml
+from hadagen.gpu import nvml
 from hadagen.gpu.driver import bindings, check
 
 # The usual memory, in GiB, of GPUs that were sold with other memory and the same name. From NVIDIA's specifications.
@@ -35,7 +35,7 @@ _USUAL_GIB = {
 }
 
 
-def class_name(model: str, memory_bytes: int, gpu: libnvml.Gpu | None) -> str:
+def class_name(model: str, memory_bytes: int, gpu: nvml.Gpu | None) -> str:
     """The name of the class of a GPU.
 
     model: its name as the driver gives it. memory_bytes: all of its memory, 0 if that is not known. gpu: None if NVML
@@ -49,10 +49,10 @@ def _memory(model: str, memory_bytes: int) -> list[str]:
     return [f"{gib} GiB"] if memory_bytes and gib != _USUAL_GIB.get(model, gib) else []
 
 
-def _settings(gpu: libnvml.Gpu) -> list[str]:
+def _settings(gpu: nvml.Gpu) -> list[str]:
     limit, usual = gpu.power_limit_watts(), gpu.default_power_limit_watts()
     differs = [f"{limit} W"] if limit and usual and limit < usual else []
-    for kind, unit in ((libnvml.NVML_CLOCK_GRAPHICS, "MHz"), (libnvml.NVML_CLOCK_MEM, "MHz memory")):
+    for kind, unit in ((nvml.NVML_CLOCK_GRAPHICS, "MHz"), (nvml.NVML_CLOCK_MEM, "MHz memory")):
         clock, default = gpu.application_clock_mhz(kind), gpu.default_application_clock_mhz(kind)
         # At the default some GPUs go faster, up to the maximum.
         if clock and default and clock != default and clock < (gpu.max_clock_mhz(kind) or default):
@@ -77,13 +77,13 @@ def memory_of(device_index: int) -> int:
     return -(-size >> 30) << 30
 
 
-def nvml_gpu(device_index: int) -> libnvml.Gpu | None:
+def nvml_gpu(device_index: int) -> nvml.Gpu | None:
     """A CUDA device as NVML knows it; None if it does not. CUDA may number devices in another order, so it is found by
     its PCI bus. Raises `DeviceError` if there is no such device."""
     driver, doing = bindings(), f"asking CUDA device {device_index}"
     device, bus = check(driver.cuDeviceGet(device_index), doing), create_string_buffer(32)
     check(driver.cuDeviceGetPCIBusId(bus, len(bus), device), doing)
-    return libnvml.find_gpu(bus.value.decode(errors="replace"), f"MIG-{uuid_of(device_index)}")
+    return nvml.find_gpu(bus.value.decode(errors="replace"), f"MIG-{uuid_of(device_index)}")
 
 
 def uuid_of(device_index: int) -> str:

@@ -24,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 
-from hadagen.gpu import libnvml
+from hadagen.gpu import nvml
 from hadagen.gpu.gpu_class import class_name
 from hadagen.problem.target import model_of
 from hadagen.problem.trial import Disturbed, Environment
@@ -38,16 +38,16 @@ _GROWN_BYTES = 64 << 20  # less than any CUDA context takes
 _SLOW_CLOCK = 0.7  # of the clock after warming up: less than any power state under load
 
 _SLOWED = {
-    libnvml.HW_THERMAL_SLOWDOWN: "it is too hot (hardware thermal slowdown)",
-    libnvml.SW_THERMAL_SLOWDOWN: "it is too hot (software thermal slowdown)",
-    libnvml.HW_POWER_BRAKE_SLOWDOWN: "its power supply holds it back (hardware power brake)",
-    libnvml.HW_SLOWDOWN: "the hardware holds it back (hardware slowdown)",
+    nvml.HW_THERMAL_SLOWDOWN: "it is too hot (hardware thermal slowdown)",
+    nvml.SW_THERMAL_SLOWDOWN: "it is too hot (software thermal slowdown)",
+    nvml.HW_POWER_BRAKE_SLOWDOWN: "its power supply holds it back (hardware power brake)",
+    nvml.HW_SLOWDOWN: "the hardware holds it back (hardware slowdown)",
 }
 _IN_NORMAL_USE = {
-    libnvml.GPU_IDLE: "it is idle",
-    libnvml.SW_POWER_CAP: "its power limit holds it back",
-    libnvml.CLOCKS_SETTING: "its clock setting holds it back",
-    libnvml.SYNC_BOOST: "other GPUs of its boost group hold it back",
+    nvml.GPU_IDLE: "it is idle",
+    nvml.SW_POWER_CAP: "its power limit holds it back",
+    nvml.CLOCKS_SETTING: "its clock setting holds it back",
+    nvml.SYNC_BOOST: "other GPUs of its boost group hold it back",
 }
 _CHOOSE = "choose another GPU with --device or CUDA_VISIBLE_DEVICES"
 _SET_BACK = "set it back, or run the same command again to measure it as it is now"
@@ -65,7 +65,7 @@ class Monitor:
 
     def __init__(
         self,
-        gpu: libnvml.Gpu | None,
+        gpu: nvml.Gpu | None,
         environment: Environment,
         own_bytes: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
@@ -93,7 +93,7 @@ class Monitor:
         if os.getpid() not in new and len(new) == 1:  # a container, where we have another number
             self._ours |= new
         gpu.process_utilization()  # from here on
-        self._warm_mhz = gpu.clock_mhz(libnvml.NVML_CLOCK_SM) or 0
+        self._warm_mhz = gpu.clock_mhz(nvml.NVML_CLOCK_SM) or 0
         self._foreign_bytes = self._foreign(gpu)
 
     def look(self, after: bool = False) -> Disturbed | None:
@@ -114,31 +114,31 @@ class Monitor:
         gib = max(sum(others.values()), grown) / (1 << 30)
         return Disturbed(f"the memory of the GPU is full, of which {who} has {gib:.1f} GiB", _STOP)
 
-    def _changed(self, gpu: libnvml.Gpu) -> Disturbed | None:
+    def _changed(self, gpu: nvml.Gpu) -> Disturbed | None:
         was = self._environment
         now = class_name(model_of(was.gpu), was.memory_bytes, gpu)
         if now == was.gpu:
             return None
         return Disturbed(f"its settings were changed, and {was.gpu} became {now}", _SET_BACK)
 
-    def _slowed(self, gpu: libnvml.Gpu, after: bool) -> Disturbed | None:
+    def _slowed(self, gpu: nvml.Gpu, after: bool) -> Disturbed | None:
         reasons = self._slowing(gpu, after)
         if reasons:
             self._sleep(_SETTLE_S)
             reasons = self._slowing(gpu, after)
         return Disturbed(f"the GPU is slowed down: {reasons}", _COOL) if reasons else None
 
-    def _slowing(self, gpu: libnvml.Gpu, after: bool) -> str:
+    def _slowing(self, gpu: nvml.Gpu, after: bool) -> str:
         bits = gpu.event_reasons() or 0
         for bit, reason in _SLOWED.items():
             if bits & bit:
                 return reason
-        mhz = gpu.clock_mhz(libnvml.NVML_CLOCK_SM) if after else None
-        if mhz and mhz < _SLOW_CLOCK * self._warm_mhz and not bits & (libnvml.GPU_IDLE | libnvml.SW_POWER_CAP):
+        mhz = gpu.clock_mhz(nvml.NVML_CLOCK_SM) if after else None
+        if mhz and mhz < _SLOW_CLOCK * self._warm_mhz and not bits & (nvml.GPU_IDLE | nvml.SW_POWER_CAP):
             return f"its clock fell from {self._warm_mhz} to {mhz} MHz"
         return ""
 
-    def _busy(self, gpu: libnvml.Gpu) -> Disturbed | None:
+    def _busy(self, gpu: nvml.Gpu) -> Disturbed | None:
         others, foreign = self._others(gpu), self._foreign(gpu)
         has_grown = foreign > self._foreign_bytes + _GROWN_BYTES
         if not (others or has_grown or self._suspects):
@@ -163,26 +163,26 @@ class Monitor:
         who = f"{named(gpu, others)} or another process" if others else "another process"
         return Disturbed(f"{who} uses the GPU, {percent} % of the time", _STOP)
 
-    def _idle_utilization(self, gpu: libnvml.Gpu) -> int:
+    def _idle_utilization(self, gpu: nvml.Gpu) -> int:
         """The percentage of the time that others use, once our own work has left the sample."""
         end = self._clock() + _SAMPLE_S
         while (percent := gpu.utilization() or 0) >= BUSY_PERCENT and self._clock() < end:
             self._sleep(_POLL_S)
         return percent
 
-    def _others(self, gpu: libnvml.Gpu) -> dict[int, int]:
+    def _others(self, gpu: nvml.Gpu) -> dict[int, int]:
         return {pid: size for pid, size in (gpu.processes() or {}).items() if pid not in self._ours}
 
-    def _foreign(self, gpu: libnvml.Gpu) -> int:
+    def _foreign(self, gpu: nvml.Gpu) -> int:
         """The memory that this process did not ask for, its context included."""
         return (gpu.memory_used() or 0) - self._own_bytes()
 
 
-def state_text(gpu: libnvml.Gpu) -> str:
+def state_text(gpu: nvml.Gpu) -> str:
     """Power limit and clock, with their usual values, what holds the clocks down now, and which processes have a
     context, as far as NVML says."""
     limit, usual = gpu.power_limit_watts(), gpu.default_power_limit_watts()
-    mhz, most = gpu.clock_mhz(libnvml.NVML_CLOCK_SM), gpu.max_clock_mhz(libnvml.NVML_CLOCK_SM)
+    mhz, most = gpu.clock_mhz(nvml.NVML_CLOCK_SM), gpu.max_clock_mhz(nvml.NVML_CLOCK_SM)
     bits, processes = gpu.event_reasons(), gpu.processes()
     reasons = [text for bit, text in (_SLOWED | _IN_NORMAL_USE).items() if bits and bits & bit]
     others = sorted(set(processes or ()) - {os.getpid()})
@@ -195,7 +195,7 @@ def state_text(gpu: libnvml.Gpu) -> str:
     return ", ".join(said)
 
 
-def named(gpu: libnvml.Gpu, processes: Collection[int]) -> str:
+def named(gpu: nvml.Gpu, processes: Collection[int]) -> str:
     """Processes by number and program, such as "process 12 (python3)", at most three."""
     names = [f"{pid} ({name})" if (name := gpu.process_name(pid)) else f"{pid}" for pid in sorted(processes)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
