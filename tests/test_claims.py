@@ -164,11 +164,14 @@ def test_trials_are_as_optuna_itself_would_have_added_them(
         tables.add([])
         tables.add([(ours, added[0]), (theirs, added[0]), (ours, added[1])])
         tables.add([(ours, added[2])])
-        for trial in added[1:]:
+        new = create_trial(values=(1.0, 1.0, 1.0), params={"warps": 2, "load": "plain"}, distributions=RANGES)
+        tables.add([(ours, added[0]), (ours, new)], missing=True)  # which has the knobs of the first
+        for trial in (*added[1:], new):
             theirs.add_trial(trial)
+        assert tables.count(ours) == tables.count(theirs) == 4
     read = {name: optuna.load_study(study_name=name, storage=any_store.url) for name in ("ours", "theirs")}
     assert [told(trial) for trial in read["ours"].trials] == [told(trial) for trial in read["theirs"].trials]
-    assert [trial.number for trial in read["ours"].trials] == [0, 1, 2]
+    assert [trial.number for trial in read["ours"].trials] == [0, 1, 2, 3]
     assert read["ours"].metric_names == list(mirror.REGIMES)
 
 

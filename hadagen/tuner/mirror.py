@@ -1,13 +1,13 @@
 """Optuna's tables in our database, for Optuna's own tools. Our tables are the truth, and these follow them.
 
-Optuna adds a trial with some 40 statements, one for each knob and more. That takes 15 ms, longer than all other work on
-a trial. So trials are added many at a time, with one statement for each table.
+All but adding trials goes through Optuna's public API. `Study.add_trials` executes some 70 statements for each trial,
+which take 23 ms, so a fleet that finishes 60 trials a second would wait for it. If the schema is the known one,
+`Mirror.add` executes one statement for each table and batch instead, and takes a hundredth of the time.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
@@ -68,16 +68,7 @@ class Mirror(AbstractContextManager["Mirror"]):
 
     def count(self, study: optuna.Study) -> int:
         """The number of trials of a study, over all its runs."""
-        if self._tables is None:
-            return self._store.patiently(lambda: len(study.get_trials(deepcopy=False)))
-        table = self._tables["trials"]
-        query = select(func.count()).select_from(table).where(table.c.study_id == study._study_id)
-
-        def counted() -> int:
-            with self._storage.engine.connect() as connection:
-                return connection.scalar(query) or 0
-
-        return self._store.patiently(counted)
+        return self._store.patiently(lambda: len(study.get_trials(deepcopy=False)))
 
     def noted(self, study: optuna.Study) -> dict[str, Any]:
         """The values that were noted about a study, by name."""
@@ -89,9 +80,9 @@ class Mirror(AbstractContextManager["Mirror"]):
 
     def add(self, results: Iterable[tuple[optuna.Study, FrozenTrial]], *, missing: bool = False) -> None:
         """Add finished trials to their studies; with `missing`, leave out those whose knobs their study has already."""
-        by_study: dict[int, list[FrozenTrial]] = defaultdict(list)
+        by_study: dict[str, tuple[optuna.Study, list[FrozenTrial]]] = {}
         for study, trial in results:
-            by_study[study._study_id].append(trial)
+            by_study.setdefault(study.study_name, (study, []))[1].append(trial)
         if not by_study:
             return
         attempts = count(1)
@@ -100,16 +91,15 @@ class Mirror(AbstractContextManager["Mirror"]):
             # If the attempt before lost the connection, what it added may be there.
             only_missing = missing or next(attempts) > 1
             if self._tables is None:
-                for number, trials in by_study.items():
-                    there = self._storage.get_all_trials(number, deepcopy=False) if only_missing else []
-                    known = [trial.params for trial in there]
-                    for trial in trials:
-                        if trial.params not in known:
-                            self._storage.create_new_trial(number, trial)
+                for study, trials in by_study.values():
+                    study.add_trials(_missing(study, trials) if only_missing else trials)
                 return
             with self._storage.engine.begin() as connection:
-                for number in sorted(by_study):  # in one order, so that two runs do not wait for each other
-                    _add(connection, self._tables, number, by_study[number], only_missing)
+                for name in sorted(by_study):  # in one order, so that two runs do not wait for each other
+                    number = self._storage.get_study_id_from_name(name)
+                    _lock(connection, self._tables, number)
+                    study, trials = by_study[name]
+                    _add(connection, self._tables, number, _missing(study, trials) if only_missing else trials)
 
         self._store.patiently(attempt)
 
@@ -121,24 +111,25 @@ class Mirror(AbstractContextManager["Mirror"]):
         return {name: known.tables[name] for name in _TABLES}
 
 
-def _add(
-    connection: Connection, tables: dict[str, Table], study: int, trials: Sequence[FrozenTrial], missing: bool
-) -> None:
-    """Add trials to a study as Optuna does: numbered from 0 within their study, dates in UTC."""
-    studies, table = tables["studies"], tables["trials"]
-    # Locks the study, as Optuna does while it counts. In SQLite only a write begins a transaction.
+def _missing(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """The trials whose knobs a study does not have."""
+    there = {frozenset(trial.params.items()) for trial in study.get_trials(deepcopy=False)}
+    return [trial for trial in trials if frozenset(trial.params.items()) not in there]
+
+
+def _lock(connection: Connection, tables: dict[str, Table], study: int) -> None:
+    """Lock a study, as Optuna does while it counts trials. In SQLite only a write begins a transaction."""
+    studies = tables["studies"]
     connection.execute(update(studies).where(studies.c.study_id == study).values(study_name=studies.c.study_name))
+
+
+def _add(connection: Connection, tables: dict[str, Table], study: int, trials: Sequence[FrozenTrial]) -> None:
+    """Add trials to a locked study as Optuna does: numbered from 0 within their study, dates in UTC."""
+    if not trials:
+        return
+    table = tables["trials"]
     # All trials of a study have the same ranges.
     ranges = {name: distribution_to_json(each) for name, each in trials[0].distributions.items()}
-    if missing:
-        there = _knobs(connection, tables, study)
-        trials = [
-            trial
-            for trial in trials
-            if {each["param_name"]: each["param_value"] for each in _params(0, trial, ranges)} not in there
-        ]
-        if not trials:
-            return
     before = connection.scalar(select(func.count()).select_from(table).where(table.c.study_id == study)) or 0
     rows = [
         {
@@ -160,16 +151,6 @@ def _add(
         tables["trial_system_attributes"],
         ({"trial_id": number, "key": key, "value_json": json.dumps(value)} for number, (key, value) in attributes),
     )
-
-
-def _knobs(connection: Connection, tables: dict[str, Table], study: int) -> list[dict[str, float]]:
-    """The parameters of each trial of a study, as Optuna stores them."""
-    params, trials = tables["trial_params"], tables["trials"]
-    found: dict[int, dict[str, float]] = defaultdict(dict)
-    query = select(params.c.trial_id, params.c.param_name, params.c.param_value).join(trials)
-    for number, name, value in connection.execute(query.where(trials.c.study_id == study)):
-        found[number][name] = value
-    return list(found.values())
 
 
 def _params(number: int, trial: FrozenTrial, ranges: Mapping[str, str]) -> list[dict[str, Any]]:
