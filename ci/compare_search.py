@@ -1,10 +1,10 @@
 """Compares hadagen's search with those of Kernel Tuner on recordings, and writes `docs/data/search.json`.
 
-    python docs/compare_search.py                   # docs/data/recordings, all strategies, 20 seeds
-    python docs/compare_search.py --seeds 3 --strategies bayes_opt,pso --out /tmp/search.json /tmp/recordings
+    python ci/compare_search.py                   # docs/data/recordings, all strategies, 20 seeds
+    python ci/compare_search.py --seeds 3 --strategies bayes_opt,pso --out /tmp/search.json /tmp/recordings
 
 Needs Kernel Tuner (pip install kernel-tuner) besides hadagen with its extra `tune`, and no GPU. A strategy runs in
-Kernel Tuner's simulation mode, on a recording as `hadagen dev replay --export` writes it. It searches the same
+Kernel Tuner's simulation mode, on a recording as `ci/search.py replay --export` writes it. It searches the same
 variants, is told beforehand which are legal, makes as many distinct evaluations with the same seeds, and has its own
 defaults for all else. It minimizes one number, the geometric mean over the cells of time / copy. Its evaluations are
 scored like ours. The same seeds give the same numbers, except for diff_evo and bayes_opt, whose first sample no seed
@@ -32,13 +32,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from searches.export import OBJECTIVE, cache_key, write_kernel_tuner_cache
+from searches.recording import SUFFIX, read_recording
+from searches.replay import Curve, Field, curve, run_searches
+
 from hadagen.errors import HadagenError
 from hadagen.problem.trial import Outcome
-from hadagen.tuner.export import OBJECTIVE, cache_key, write_kernel_tuner_cache
-from hadagen.tuner.recording import SUFFIX, read_recording
-from hadagen.tuner.replay import Curve, Field, curve, run_searches
 
-DATA = Path(__file__).resolve().parent / "data"
+DATA = Path(__file__).resolve().parent.parent / "docs" / "data"
 # All strategies of Kernel Tuner, except brute force, those that need further packages, and greedy_ils, which never ends
 # if it finds nothing new.
 STRATEGIES = (
@@ -189,7 +190,7 @@ def main() -> None:
     arguments = parser.parse_args()
     paths = sorted(arguments.folder.glob(f"*{SUFFIX}"))
     if not paths:
-        raise SystemExit(f"{arguments.folder} holds no recordings (*{SUFFIX}); make them with hadagen dev record")
+        raise SystemExit(f"{arguments.folder} holds no recordings (*{SUFFIX}); make them with ci/search.py record")
     if importlib.util.find_spec("kernel_tuner") is None:
         raise SystemExit("Kernel Tuner is not installed; install it with: pip install kernel-tuner")
     try:

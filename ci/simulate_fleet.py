@@ -1,7 +1,7 @@
 """Simulates a fleet on recordings, and writes `docs/data/fleet.json`.
 
-    python docs/simulate_fleet.py                    # 64 workers of 3 classes, 200 trials of each problem and class
-    python docs/simulate_fleet.py --workers 8 --trials 20 --out /tmp/fleet.json
+    python ci/simulate_fleet.py                    # 64 workers of 3 classes, 200 trials of each problem and class
+    python ci/simulate_fleet.py --workers 8 --trials 20 --out /tmp/fleet.json
 
 Needs no GPU. Scheduler and workers are Dask's, in processes of their own. A worker answers with the recorded trial,
 after a time in proportion to what that trial took on its GPU, `SECONDS` in the mean. It takes `COMPILE_SECONDS` for a
@@ -9,7 +9,7 @@ kernel of `KERNEL_BYTES` random bytes. The coordinator is `hadagen.tuner`, as in
 on disk, and may use one CPU core. All classes have the recorded times, and each is searched by itself.
 
 `search` of the result compares a search of one problem that has `WORKERS` variants in progress with one that has a
-single one: the fraction of the best possible speed that they reach, see `hadagen.tuner.replay`.
+single one: the fraction of the best possible speed that they reach, see `searches.replay`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ from statistics import fmean
 from threading import Event as Flag
 from typing import Any
 
+from searches.recording import SUFFIX, read_recording
+from searches.replay import Field, ReplayRunner, curve, default_search
+
 from hadagen.fleet.client import DeviceClass, Fleet, FleetState
 from hadagen.fleet.station import Gpu, Station
-from hadagen.measure import ReplayRunner, Variant
+from hadagen.measure import Variant
 from hadagen.plan.arch import Arch, load_arch
 from hadagen.plan.knobs import Knobs
 from hadagen.problem.launch import LaunchSpec
@@ -47,12 +50,10 @@ from hadagen.problem.trial import Environment, Kernel, Trial, kernel_digest, kno
 from hadagen.tuner.events import Event, Listener, TrialFinished
 from hadagen.tuner.fleet_search import FleetGpus, FleetPipeline, Guesses, Summed, at_once
 from hadagen.tuner.pipeline import Ask, Keep
-from hadagen.tuner.recording import SUFFIX, read_recording
-from hadagen.tuner.replay import Field, curve, default_search
 from hadagen.tuner.search import TuneOptions, tune
 from hadagen.tuning_db.store import Store
 
-DATA = Path(__file__).resolve().parent / "data"
+DATA = Path(__file__).resolve().parent.parent / "docs" / "data"
 CLASSES = ("A", "B", "C")
 SECONDS = 0.92  # a measurement, in the mean of all that are recorded
 COMPILE_SECONDS = 0.1

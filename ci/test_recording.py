@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean
@@ -16,27 +16,36 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import run, sentence, succeed
+import search
+import torch
+from command_line import SMALL, sentence
+from command_line import run as run_program
+from command_line import succeed as succeed_in
 from fake_device import FakeDevice
 from fake_search import CELLS, GPU, FakeRunner, arch, build, make_trial, problems
+from sample_bundle import hide_bundles
+from searches import command_record
+from searches.export import kernel_tuner_cache, objective, write_kernel_tuner_cache
+from searches.record import RecordOptions, RecordReport, deciding_cells, record
+from searches.recording import Recording, read_recording, write_recording
+from searches.replay import Field, ReplayRunner, curve, default_search, random_search, run_searches, times_of
 from simulate_fleet import MORE, InTurn, OneByOne
+from test_cli_width import fits, terminal
 
 from hadagen import measure
-from hadagen.cli import record as record_command
 from hadagen.compiler.toolchain import BuildFailure
 from hadagen.errors import StorageError, UsageError
-from hadagen.measure import Cell, ReplayRunner, Variant
+from hadagen.measure import Cell, Variant
 from hadagen.plan.arch import Arch
+from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space
-from hadagen.problem.problem import Problem
+from hadagen.problem.problem import DType, Numerics, Problem
 from hadagen.problem.regimes import Destination, destinations
 from hadagen.problem.trial import Outcome, Trial
 from hadagen.tuner.events import ProblemFinished, TrialFinished
-from hadagen.tuner.export import kernel_tuner_cache, objective, write_kernel_tuner_cache
-from hadagen.tuner.record import RecordOptions, RecordReport, deciding_cells, record
-from hadagen.tuner.recording import Recording, read_recording, write_recording
-from hadagen.tuner.replay import Field, curve, default_search, random_search, run_searches, times_of
 
+__all__ = ["terminal"]  # fixture
+run, succeed = partial(run_program, program=search.main), partial(succeed_in, program=search.main)
 TIMED = tuple(Cell(elements, Destination.IN_PLACE, regime) for elements, regime in CELLS)
 NVCC = "13.0"
 SHIPPED = Path(__file__).resolve().parent.parent / "docs" / "data" / "recordings"
@@ -201,7 +210,7 @@ def test_a_recording_whose_last_write_failed_is_completed(tmp_path: Path, monkey
 
     wanted = options(tmp_path, cells=dict.fromkeys(problems(64), TIMED))
     with monkeypatch.context() as patch:
-        patch.setattr("hadagen.tuner.record.write_recording", full)
+        patch.setattr("searches.record.write_recording", full)
         with pytest.raises(StorageError, match="No space left"):
             record(wanted)
     report = record(wanted)
@@ -244,7 +253,7 @@ def test_a_recording_of_what_is_no_longer_legal_is_not_continued(
 ) -> None:
     cells = dict.fromkeys(problems(64), TIMED)
     record(options(tmp_path, Interrupted(3), cells=cells))
-    monkeypatch.setattr("hadagen.tuner.record.Space", lambda problem, arch: SimpleNamespace(legal=()))
+    monkeypatch.setattr("searches.record.Space", lambda problem, arch: SimpleNamespace(legal=()))
     with pytest.raises(StorageError, match="is there already and of other ranges"):
         record(options(tmp_path, cells=cells))
 
@@ -270,7 +279,7 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
         gzip.compress(bytes((1 << 26) + 1)),
     ):
         damaged.write_bytes(content)
-        with pytest.raises(StorageError, match=r"is not a recording .*; make one with hadagen dev record"):
+        with pytest.raises(StorageError, match=r"is not a recording .*; make one with python ci/search.py record"):
             read_recording(damaged)
     with pytest.raises(StorageError, match="cannot be read: No such file"):
         read_recording(tmp_path / "absent")
@@ -294,7 +303,7 @@ def test_times_that_are_none_are_damage(tmp_path: Path) -> None:
         ([], "a trial is ok without a time"),
     ):
         path.write_bytes(gzip.compress("\n".join([header, json.dumps(trial | {"us": times})]).encode()))
-        with pytest.raises(StorageError, match=rf"is not a recording \(.*{reason}.*\); make one with hadagen dev"):
+        with pytest.raises(StorageError, match=rf"is not a recording \(.*{reason}.*\); make one with python ci"):
             read_recording(path)
 
 
@@ -312,7 +321,7 @@ def test_a_knob_that_came_later_has_its_default(tmp_path: Path) -> None:
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-ONE = ("dev", "record", "--n", "64", "--dtype", "float16", "--numerics", "fast", "--contiguous")
+ONE = ("record", "--n", "64", "--dtype", "float16", "--numerics", "fast", "--contiguous")
 CUT = tuple(
     f"--only={cut}"
     for cut in (
@@ -338,7 +347,7 @@ def test_the_command_finds_the_variants_of_a_shipped_recording_again(machine: No
     recording = read_recording(path)
     problem = recording.problem
     named = ("--n", str(problem.n), "--dtype", problem.io.input.value, "--numerics", problem.io.numerics.value)
-    asked = ("dev", "record", *named, "--contiguous", "--like", path, "--dry-run", "--json")
+    asked = ("record", *named, "--contiguous", "--like", path, "--dry-run", "--json")
     (counted,) = json.loads(succeed(*asked))
     assert counted["variants"] == len(recording.trials)
     (cut,) = json.loads(succeed(*asked, "--only", "chunks=2"))
@@ -378,9 +387,9 @@ def test_the_command_records_as_many_variants_as_the_limit(
 ) -> None:
     arguments = (*ONE, *CUT, "--elements", "64K", "--out", tmp_path)
     (counted,) = json.loads(succeed(*arguments, "--dry-run", "--json"))
-    monkeypatch.setattr(record_command, "MOST_VARIANTS", counted["variants"] - 1)
+    monkeypatch.setattr(command_record, "MOST_VARIANTS", counted["variants"] - 1)
     assert sentence(run(*arguments), 2).startswith(f"{counted['variants']} variants are too many to measure")
-    monkeypatch.setattr(record_command, "MOST_VARIANTS", counted["variants"])
+    monkeypatch.setattr(command_record, "MOST_VARIANTS", counted["variants"])
     succeed(*arguments)
 
 
@@ -449,6 +458,29 @@ def small_field() -> Field:
     return Field.of(
         make_recording(PROBLEM, few(cluster=(1,), grid=("tiles",), warps=(4,), order=("by_step",), min_blocks=(1,)))
     )
+
+
+def test_replay_gives_back_what_was_recorded() -> None:
+    first, second = (make_trial(PROBLEM, Knobs(warps=warps).to_dict()) for warps in (2, 4))
+    again = replace(first, seconds=3.0)
+    replayed = ReplayRunner([first, second, again])
+    asked = [Variant(PROBLEM, each.knobs) for each in (second, first, second)]
+    assert list(replayed.run(asked)) == list(zip(asked, (second, again, second), strict=True))
+    assert replayed.environment == GPU
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(PROBLEM, {"warps": 5}),
+        Variant(PROBLEM, {}),
+        Variant(PROBLEM.with_io(numerics=Numerics.ACCURATE), Knobs().to_dict()),
+    ],
+)
+def test_replay_calls_the_unknown_illegal(variant: Variant) -> None:
+    ((_, answer),) = ReplayRunner([make_trial(PROBLEM, Knobs().to_dict())]).run([variant])
+    assert (answer.outcome, answer.kernel, answer.timings) == (Outcome.ILLEGAL, None, ())
+    assert (answer.problem, answer.knobs) == (variant.problem, variant.knobs)
 
 
 def keys(order: object) -> list[str]:
@@ -591,13 +623,13 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_the_command_prints_curves(files: list[Path]) -> None:
-    report = json.loads(succeed("dev", "replay", *files, "--seeds", "2", "--json"))
+    report = json.loads(succeed("replay", *files, "--seeds", "2", "--json"))
     curves = run_searches([small_field(), field_of()], range(2))
     assert {name: tuple(each["curve"]) for name, each in report["searches"].items()} == {
         name: each.values for name, each in curves.items()
     }
     assert [problem["budget"] for problem in report["problems"]] == [small_field().budget, field_of().budget]
-    lines = succeed("dev", "replay", *files, "--seeds", "2").splitlines()
+    lines = succeed("replay", *files, "--seeds", "2").splitlines()
     assert lines[0].startswith("Test GPU, 2 seeds: ")
     assert lines[2].split() == ["evaluations", "hadagen", "random"]
     (final,) = (line for line in lines if line.startswith("budget"))
@@ -610,32 +642,66 @@ def test_a_search_that_was_interrupted_has_no_curve(files: list[Path], monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ReplayRunner, "run", interrupted)
-    result = run("dev", "replay", *files)
+    result = run("replay", *files)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1] == "hadagen: interrupted; start the same command again"
 
 
 def test_the_command_exports(files: list[Path], tmp_path: Path) -> None:
-    (written,) = succeed("dev", "replay", files[0], "--export", tmp_path / "caches").splitlines()
+    (written,) = succeed("replay", files[0], "--export", tmp_path / "caches").splitlines()
     assert json.loads(Path(written).read_text()) == kernel_tuner_cache(small_field().recording)
-    succeed("dev", "replay", files[0], "--export", tmp_path / "caches")  # an earlier export is replaced
+    succeed("replay", files[0], "--export", tmp_path / "caches")  # an earlier export is replaced
     Path(written).write_text('{"notes": "not ours"}')
-    said = sentence(run("dev", "replay", files[0], "--export", tmp_path / "caches"), 1)
+    said = sentence(run("replay", files[0], "--export", tmp_path / "caches"), 1)
     assert said.startswith(f"{written} is there already and is not an export of hadagen; ")
     assert Path(written).read_text() == '{"notes": "not ours"}'
 
 
 def test_of_two_recordings_of_a_problem_none_is_exported(files: list[Path], tmp_path: Path) -> None:
-    said = sentence(run("dev", "replay", *files, "--export", tmp_path / "caches"), 2)
+    said = sentence(run("replay", *files, "--export", tmp_path / "caches"), 2)
     assert said.startswith(f"{files[0]} and {files[1]} are both of {PROBLEM.key}; export one of them")
     assert not (tmp_path / "caches").exists()
 
 
 def test_bad_usage_of_a_replay_is_a_sentence(files: list[Path], tmp_path: Path) -> None:
-    assert sentence(run("dev", "replay", *files, "--seeds", "0"), 2) == "--seeds 0 is not supported; give 1 to 1000"
-    assert "cannot be read: No such file" in sentence(run("dev", "replay", tmp_path / "absent"), 1)
+    assert sentence(run("replay", *files, "--seeds", "0"), 2) == "--seeds 0 is not supported; give 1 to 1000"
+    assert "cannot be read: No such file" in sentence(run("replay", tmp_path / "absent"), 1)
     write_recording(replace(small_field().recording, environment=replace(GPU, gpu="Another")), files[0])
-    said = sentence(run("dev", "replay", *files), 2)
+    said = sentence(run("replay", *files), 2)
     assert said == "the recordings come from several devices (Another, Test GPU); replay the recordings of one device"
     (tmp_path / "file").touch()
-    assert "cannot be written" in sentence(run("dev", "replay", files[0], "--export", tmp_path / "file" / "in"), 1)
+    assert "cannot be written" in sentence(run("replay", files[0], "--export", tmp_path / "file" / "in"), 1)
+
+
+@pytest.mark.gpu
+def test_what_is_recorded_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two types, whose 8M elements are decided in L2 and in memory."""
+    hide_bundles(tmp_path, monkeypatch)
+    cut = ("chunks=2", "warps=4", "low_bits=mma", "order=by_step", "load=plain", "min_blocks=1")
+    arguments = ["record", "--n", "256", "--dtype", "float16", "--dtype", "float32", "--numerics", "accurate"]
+    arguments += [
+        "--contiguous",
+        *(f"--only={each}" for each in cut),
+        "--elements",
+        "64K,8M",
+        "--out",
+        str(tmp_path / "new"),
+    ]
+    report = json.loads(succeed(*arguments, "--json"))
+    for found in report["recordings"]:
+        recording = read_recording(found["file"])
+        assert found["outcomes"] == {"ok": found["variants"]}
+        assert {len(trial.timings) for trial in recording.trials} == {2}
+        large = "hot" if recording.problem.io.input is DType.FLOAT16 else "cold"
+        assert [cell.cache.value for cell in recording.cells] == ["hot", large]
+        assert recording.environment.gpu == torch.cuda.get_device_name(0)
+    again = json.loads(succeed(*arguments, "--json"))
+    assert (again["trials"], again["recordings"]) == (0, report["recordings"])
+    replayed = json.loads(succeed("replay", *(found["file"] for found in report["recordings"]), "--json"))
+    assert [search["curve"][-1] for search in replayed["searches"].values()] == [1.0, 1.0]
+
+
+def test_every_line_fits(terminal: None, machine: None, fake_gpu: None, tmp_path: Path) -> None:
+    fits(run("record", "--dry-run", "--n", "2-4"))
+    fits(run("record", *SMALL, "--contiguous", "--only", "warps=2", "--out", tmp_path / "recordings"))
+    fits(run("replay", min(SHIPPED.glob("*.gz")), "--seeds", "1"))

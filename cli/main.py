@@ -26,8 +26,6 @@ from hadagen.cli.emit import emit
 from hadagen.cli.groups import Group
 from hadagen.cli.models import evaluate, quantize
 from hadagen.cli.output import say
-from hadagen.cli.record import record
-from hadagen.cli.replay import replay
 from hadagen.cli.report import report
 from hadagen.cli.sentences import explain
 from hadagen.cli.tune import tune
@@ -35,18 +33,19 @@ from hadagen.errors import UsageError
 
 # Commands of earlier versions, and what does the same now.
 MOVED = {
-    "refine": "tune --trials 0",
-    "list": "bundle list",
-    "space": "emit --space",
-    "between": "bench between",
-    "calls": "bench calls",
-    "record": "dev record",
-    "replay": "dev replay",
+    "refine": "hadagen tune --trials 0",
+    "list": "hadagen bundle list",
+    "space": "hadagen emit --space",
+    "between": "hadagen bench between",
+    "calls": "hadagen bench calls",
+    "dev": "python ci/search.py in a checkout",
+    "record": "python ci/search.py record in a checkout",
+    "replay": "python ci/search.py replay in a checkout",
 }
 
 
-class Commands(Group):
-    """All commands. They never show a traceback. A command that was moved says its new name."""
+class Sentences(Group):
+    """Commands that never show a traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
@@ -74,11 +73,15 @@ class Commands(Group):
         _flush()
         sys.exit(status)
 
+
+class Commands(Sentences):
+    """All commands of hadagen. A command that was moved says its new name."""
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] in MOVED and not ctx.resilient_parsing:  # as shells do, to complete a command
-            raise UsageError(f"hadagen {args[0]} has moved; use hadagen {MOVED[args[0]]}")
+            raise UsageError(f"hadagen {args[0]} has moved; use {MOVED[args[0]]}")
         return super().resolve_command(ctx, args)
 
 
@@ -107,14 +110,9 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     say(f"hadagen: warning: {' '.join(str(message).split())}", err=True)
 
 
-@click.group(cls=Group, commands=[record, replay])
-def dev() -> None:
-    """For work on the search: record all variants, and replay searches."""
-
-
 @click.group(
     cls=Commands,
-    commands=[tune, best, bench, bundle, compile_, report, emit, quantize, evaluate, doctor, dev],
+    commands=[tune, best, bench, bundle, compile_, report, emit, quantize, evaluate, doctor],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.version_option(package_name="hadagen", message="%(prog)s %(version)s")

@@ -10,15 +10,15 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `data/invariant_h200.csv` has the times of all shipped kernels on an H200, summed up by problem:
 `mean` and `worst` say how much longer than the winner the kernel takes that a batch-invariant call runs.
 `data/kills.json`, `data/faults.json` and `data/laws.json` are written by tests (`--figures docs/data`),
-`data/sanitizer.csv` by `ci/sanitize.py`, `data/fleet.json` by `simulate_fleet.py`, and `data/tunes_h200.csv` by
+`data/sanitizer.csv` by `ci/sanitize.py`, `data/fleet.json` by `ci/simulate_fleet.py`, and `data/tunes_h200.csv` by
 `compare_tunes.py`. `data/fleet_h100.json` has the trials of one GPU and of two in the same time, by the command that it
-names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`.
-`data/resources_h100.csv` is written by `measure_resources.py`, `data/layer_h100.json` by `examples/layer.py`,
-`data/mlp_h100.json` by `examples/mlp.py`, `data/decoder_h200.json` by `examples/decoder.py`, and
+names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by
+`ci/compare_search.py`. `data/resources_h100.csv` is written by `measure_resources.py`, `data/layer_h100.json` by
+`examples/layer.py`, `data/mlp_h100.json` by `examples/mlp.py`, `data/decoder_h200.json` by `examples/decoder.py`, and
 `data/humming_h200.csv` by `ci/race.py`. `data/row_tiles_h200.csv` has the times of rows with one scale in tiles of many
 shapes: medians of five replays of a CUDA graph, whose inputs come from memory for 512 rows and more, and the time in
-which PyTorch copies as many bytes. Our times of pitched rows come from the shipped bundle. Drawing needs
-matplotlib (pip install '.[docs]'); checking does not. `data/models.csv` is written by `tests/every_model.py`.
+which PyTorch copies as many bytes. Our times of pitched rows come from the shipped bundle. Drawing needs matplotlib
+(pip install '.[docs]'); checking does not. `data/models.csv` is written by `tests/every_model.py`.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
 modules `refresh_*.py` make the parts.

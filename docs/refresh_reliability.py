@@ -405,4 +405,5 @@ def promises_table(area: str) -> str:
 
 def _link(test: str) -> str:
     file, _, name = test.partition("::")
-    return f"[{file}](../tests/{file}) {name.removeprefix('test_').replace('_', ' ')}"
+    folder = "tests" if (Path(__file__).resolve().parent.parent / "tests" / file).exists() else "ci"
+    return f"[{file}](../{folder}/{file}) {name.removeprefix('test_').replace('_', ' ')}"

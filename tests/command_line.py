@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from sample_bundle import hide_bundles, write_sample
@@ -55,18 +56,18 @@ def database(tmp_path: Path) -> Path:
     return recorded(tmp_path / "trials.db", won, make_trial(2, outcome=Outcome.WRONG_ANSWER, timings=()))
 
 
-def run(*arguments: str | Path) -> Result:
+def run(*arguments: str | Path, program: click.Command = main) -> Result:
     interrupts = signal.getsignal(signal.SIGINT)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("default", module="hadagen")  # commands print them
-            return CliRunner(**_APART).invoke(main, [str(argument) for argument in arguments], prog_name="hadagen")
+            return CliRunner(**_APART).invoke(program, [str(argument) for argument in arguments], prog_name="hadagen")
     finally:
         signal.signal(signal.SIGINT, interrupts)  # which are ignored at the end of a command that was interrupted
 
 
-def succeed(*arguments: str | Path) -> str:
-    result = run(*arguments)
+def succeed(*arguments: str | Path, program: click.Command = main) -> str:
+    result = run(*arguments, program=program)
     assert result.exit_code == 0, result.output
     return result.stdout
 

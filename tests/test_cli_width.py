@@ -73,7 +73,6 @@ PLAIN = (
     ("bundle", "show", "nothing"),
     ("bundle", "verify", "sm90"),
     ("compile", "--arch", "sm90", "--n", "4096"),
-    ("dev", "record", "--dry-run", "--n", "2-4"),
     ("doctor",),
     ("emit", "--arch", "sm90", "--n", "4096", "--space"),
     ("emit", "--arch", "sm75", "--n", "65536", "--space"),
@@ -141,14 +140,8 @@ def test_what_a_gpu_measures_fits(fake_gpu: None, terminal: None, tmp_path: Path
         ("bench", *kinds),
         ("bench", *kinds, "--hot", "--cold"),
         ("bench", "between", *kinds, "--counts", "5"),
-        ("dev", "record", *SMALL, "--contiguous", "--only", "warps=2", "--out", tmp_path / "recordings"),
     ):
         fits(run(*arguments))
-
-
-def test_a_replay_fits(terminal: None) -> None:
-    recordings = sorted((Path(__file__).parent.parent / "docs" / "data" / "recordings").glob("*.gz"))
-    fits(run("dev", "replay", recordings[0], "--seeds", "1"))
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("show", "sm90"), ("verify", "sm75")], ids=" ".join)

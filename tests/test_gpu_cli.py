@@ -12,9 +12,8 @@ from command_line import run, succeed
 from sample_bundle import hide_bundles
 
 from hadagen.cli import options
-from hadagen.problem.problem import DType, Problem
+from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Destination, element_buckets
-from hadagen.tuner.recording import read_recording
 from hadagen.tuning_db.bundle import Bundle
 
 pytestmark = pytest.mark.gpu
@@ -95,25 +94,6 @@ def test_winners_are_found_between_the_sizes_that_were_tuned() -> None:
         for trial in store.trials(blobs=False):
             counts = {timing.elements for timing in trial.timings}
             assert (len(counts) > len(element_buckets(trial.problem))) == (trial.problem.n == 128)
-
-
-def test_what_is_recorded_can_be_replayed(tmp_path: Path) -> None:
-    """Of two types, whose 8M elements are decided in L2 and in memory."""
-    cut = ("chunks=2", "warps=4", "low_bits=mma", "order=by_step", "load=plain", "min_blocks=1")
-    arguments = ["dev", "record", "--n", "256", "--dtype", "float16", "--dtype", "float32", "--numerics", "accurate"]
-    arguments += ["--contiguous", *(f"--only={each}" for each in cut), "--elements", "64K,8M", "--out", str(tmp_path)]
-    report = json.loads(succeed(*arguments, "--json"))
-    for found in report["recordings"]:
-        recording = read_recording(found["file"])
-        assert found["outcomes"] == {"ok": found["variants"]}
-        assert {len(trial.timings) for trial in recording.trials} == {2}
-        large = "hot" if recording.problem.io.input is DType.FLOAT16 else "cold"
-        assert [cell.cache.value for cell in recording.cells] == ["hot", large]
-        assert recording.environment.gpu == torch.cuda.get_device_name(0)
-    again = json.loads(succeed(*arguments, "--json"))
-    assert (again["trials"], again["recordings"]) == (0, report["recordings"])
-    replayed = json.loads(succeed("dev", "replay", *(found["file"] for found in report["recordings"]), "--json"))
-    assert [search["curve"][-1] for search in replayed["searches"].values()] == [1.0, 1.0]
 
 
 def test_the_doctor_finds_the_gpu() -> None:

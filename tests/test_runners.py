@@ -16,17 +16,16 @@ from measure_sample import CELL, H100_L2, PROBLEM, SPEC
 from running import is_running, wait_until
 
 from hadagen.errors import DeviceError, UsageError
-from hadagen.measure import DeviceRunner, ReplayRunner, Variant
+from hadagen.measure import DeviceRunner, Variant
 from hadagen.measure.messages import Answer, Measure, Race
 from hadagen.measure.watch import Watch
-from hadagen.problem.problem import DType, Numerics, Problem
+from hadagen.problem.problem import DType, Problem
 from hadagen.problem.trial import (
     Environment,
     Kernel,
     Outcome,
     Provenance,
     Timing,
-    Trial,
 )
 
 GPU = Environment(gpu="Stand-in", l2_bytes=H100_L2, sms=132)
@@ -268,37 +267,6 @@ def test_a_deadline_ends_a_start() -> None:
     ):
         _ = late.environment
     assert not late._worker.is_running
-
-
-def trial(number: int, us: float, gpu: str = "Stand-in") -> Trial:
-    timing = Timing(*CELL, us, us, us, 1.0)
-    environment = Environment(gpu=gpu)
-    return Trial(
-        PROBLEM, "sm90", {"a": 1, "number": number}, Outcome.OK, Provenance.MEASURED, kernel(), timings=(timing,),
-        environment=environment,
-    )  # fmt: skip
-
-
-def test_replay_gives_back_what_was_recorded() -> None:
-    recorded = [trial(0, 1.0), trial(1, 2.0), trial(0, 3.0)]
-    replayed = ReplayRunner(recorded)
-    asked = [Variant(PROBLEM, {"number": number, "a": 1}) for number in (1, 0, 1)]
-    assert list(replayed.run(asked)) == [(asked[0], recorded[1]), (asked[1], recorded[2]), (asked[2], recorded[1])]
-    assert replayed.environment.gpu == "Stand-in"
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        Variant(PROBLEM, {"a": 1, "number": 5}),
-        Variant(PROBLEM, {}),
-        Variant(PROBLEM.with_io(numerics=Numerics.FAST), {"a": 1, "number": 0}),
-    ],
-)
-def test_replay_calls_the_unknown_illegal(variant: Variant) -> None:
-    ((_, answer),) = ReplayRunner([trial(0, 1.0)]).run([variant])
-    assert (answer.outcome, answer.kernel, answer.timings) == (Outcome.ILLEGAL, None, ())
-    assert (answer.problem, answer.knobs) == (variant.problem, variant.knobs)
 
 
 def test_importing_measure_imports_no_pytorch() -> None:

@@ -21,7 +21,7 @@ def tree(tmp_path: Path) -> Path:
         (tmp_path / folder / "__pycache__" / "hooks.cpython-311.pyc").touch()
     for page in ROOT.glob("*.md"):
         shutil.copy(page, tmp_path)
-    for name in ("tests", "examples", "CITATION.cff"):
+    for name in ("tests", "ci", "examples", "CITATION.cff"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs" / "data").symlink_to(ROOT / "docs" / "data")
     return tmp_path

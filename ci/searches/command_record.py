@@ -1,4 +1,4 @@
-"""`hadagen dev record`: measure every legal variant, to compare searches on the recordings."""
+"""`search.py record`: measure every legal variant, to compare searches on the recordings."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def record(
 ) -> None:
     """Measure every legal variant of problems, and keep all trials.
 
-    The trials go to files that hadagen dev replay reads. There are tens of thousands of variants, so give fewer values
+    The trials go to files that search.py replay reads. There are tens of thousands of variants, so give fewer values
     of some knobs with --only, or take the values of a recording with --like. Each variant is verified, then timed, in
     place if the result may replace the input: in L2 if the data fits in half of L2, else in device memory. Every
     finished trial is kept at once, and the same command continues a run that was interrupted.
     """
     from hadagen.cli.progress import shown
     from hadagen.plan.space import Space
-    from hadagen.tuner.record import RecordOptions, deciding_cells
-    from hadagen.tuner.record import record as measure_all
+    from searches.record import RecordOptions, deciding_cells
+    from searches.record import record as measure_all
 
     check_tunable(problems)
     target, gpu = find_target(arch, None if dry_run else device)
@@ -157,7 +157,7 @@ def record(
 
 def _narrowed_like(path: Path, target: Arch) -> Arch:
     """The target with the ranges of a recording. Raises `UsageError` if the recording is of another arch."""
-    from hadagen.tuner.recording import read_recording
+    from searches.recording import read_recording
 
     found = read_recording(path)
     if found.arch != target.name:

@@ -1,4 +1,4 @@
-"""`hadagen dev replay`: how soon searches find the best variants of recordings."""
+"""`search.py replay`: how soon searches find the best variants of recordings."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem
 from hadagen.errors import UsageError
 
 if TYPE_CHECKING:
-    from hadagen.tuner.recording import Recording
-    from hadagen.tuner.replay import Curve, Field
+    from searches.recording import Recording
+    from searches.replay import Curve, Field
 
 # Counts of evaluations that the table shows, as far as the largest budget goes.
 SHOWN = (1, 5, 10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000)
@@ -39,13 +39,13 @@ SHOWN = (1, 5, 10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000)
 def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bool) -> None:
     """Compare how soon searches of recordings find the best variant.
 
-    Compares the search of hadagen tune with random search. FILES are recordings that hadagen dev record wrote on one
+    Compares the search of hadagen tune with random search. FILES are recordings that search.py record wrote on one
     device. A search may try a tenth of a problem's variants, but at least 60. The same files and seeds give the same
     numbers.
     """
-    from hadagen.tuner.export import write_kernel_tuner_cache
-    from hadagen.tuner.recording import read_recording
-    from hadagen.tuner.replay import Field, run_searches
+    from searches.export import write_kernel_tuner_cache
+    from searches.recording import read_recording
+    from searches.replay import Field, run_searches
 
     recordings = [read_recording(path) for path in files]
     if folder is not None:

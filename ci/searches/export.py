@@ -11,8 +11,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from hadagen.problem.trial import Outcome, Trial
-from hadagen.tuner.recording import Recording
 from hadagen.tuning_db.atomic_file import atomic_file, check_place
+from searches.recording import Recording
 
 OBJECTIVE = "geometric mean over the cells of time / copy"
 # Outcome → the text in place of a time.

@@ -25,9 +25,9 @@ from hadagen.problem.regimes import deciding_cache, destinations, timed_elements
 from hadagen.problem.trial import Environment, Outcome, Trial, utc_now
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import Build, Pipeline
-from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
 from hadagen.tuner.study import BestByCell, best_of_trials, best_scores, note_best
 from hadagen.tuning_db.atomic_file import unwritable
+from searches.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
 
 PART_SUFFIX = ".part"
 

@@ -158,9 +158,9 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
         return recording_of(header, lines)
     except (ValueError, zlib.error) as error:
         reason = " ".join(str(error).split())
-        raise StorageError(f"{path} is not a recording ({reason}); make one with hadagen dev record") from error
+        raise StorageError(f"{path} is not a recording ({reason}); make one with python ci/search.py record") from error
     except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}; name a file of hadagen dev record") from error
+        raise StorageError(f"{path} cannot be read: {error.strerror}; name a file of ci/search.py record") from error
 
 
 def _line(values: Mapping[str, Any]) -> str:

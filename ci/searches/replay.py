@@ -8,23 +8,51 @@ variant in a cell, the slowest time of the recording counts as its best time the
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, fsum, log
 
 from hadagen.errors import UsageError
-from hadagen.measure import Cell, ReplayRunner
+from hadagen.measure import Cell, Variant
 from hadagen.plan.space import Space
-from hadagen.problem.trial import Outcome, Trial, knobs_key
+from hadagen.problem.trial import Outcome, Provenance, Trial, knobs_key
 from hadagen.tuner.events import Event, TrialFinished
 from hadagen.tuner.pipeline import Pipeline, Work
-from hadagen.tuner.recording import Recording
 from hadagen.tuner.search import TuneOptions, tune
+from searches.recording import Recording
 
 LEAST_BUDGET = 60
 BUDGET_SHARE = 10  # one variant in ten is evaluated
 
 Order = Sequence[Trial]  # in the order in which a search evaluated them
+
+
+class ReplayRunner:
+    """Gives back the trial recorded for a problem and its knobs, as it is; the last one if there are several.
+
+    trials: one or more, all of one device and arch. Knobs that were never tried come back `illegal`, so that a search
+    keeps to what was recorded.
+    """
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self._trials = {(trial.problem, knobs_key(trial.knobs)): trial for trial in trials}
+        self.environment, self._arch = trials[0].environment, trials[0].arch
+
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
+        for variant in variants:
+            recorded = self._trials.get((variant.problem, knobs_key(variant.knobs)))
+            yield variant, recorded or self._unknown(variant)
+
+    def _unknown(self, variant: Variant) -> Trial:
+        return Trial(
+            problem=variant.problem,
+            arch=self._arch,
+            knobs=variant.knobs,
+            outcome=Outcome.ILLEGAL,
+            provenance=Provenance.MEASURED,
+            detail=f"not among the {len(self._trials)} recorded trials",
+            environment=self.environment,
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from hadagen.measure.cells import Cell, all_cells, cells_at, is_timed, rows_betw
 from hadagen.measure.copy import copy_sources
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Choice, ChoiceResult, Comparison, Ranking, Times
-from hadagen.measure.replay import ReplayRunner
 from hadagen.measure.runner import BestTimes, DeviceRunner, Runner, Variant, without_texts
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "Comparison",
     "DeviceRunner",
     "Ranking",
-    "ReplayRunner",
     "Runner",
     "Times",
     "Variant",

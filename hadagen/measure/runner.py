@@ -30,7 +30,7 @@ COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our
 
 @dataclass(frozen=True)
 class Variant:
-    """Knobs of a problem, to try. `kernel` is None only for runners that run nothing, such as `ReplayRunner`.
+    """Knobs of a problem, to try. `kernel` is None only for runners that run nothing.
 
     Where a runner measures for a search on another machine, that search knows best which cells to time, and the
     `limits`, in microseconds, beyond which a kernel is not timed further. None leaves both to the runner.
