@@ -64,14 +64,13 @@ PLAIN = (
     ("best", "--arch", "sm100", "--n", "28672", "--rows", "8", "--knobs"),
     ("best", "--arch", "sm90", "--problem", "n4096-float16-nonsense", "--rows", "8"),
     ("best", "--arch", "sm70", "--n", "256", "--rows", "4"),
-    ("bundle", "export", "sm90", "/nowhere/winners.csv"),
+    ("bundle", "export", "sm75", "/nowhere/winners.csv"),
     ("bundle", "list"),
     ("bundle", "list", "--all"),
     ("bundle", "list", "--db", "postgresql://me:s3cret@host.example/a_database_with_a_long_name"),
-    ("bundle", "show", "sm90"),
     ("bundle", "show", "sm100", "sm75"),
     ("bundle", "show", "nothing"),
-    ("bundle", "verify", "sm90"),
+    ("bundle", "verify", "sm75"),
     ("compile", "--arch", "sm90", "--n", "4096"),
     ("doctor",),
     ("emit", "--arch", "sm90", "--n", "4096", "--space"),
@@ -87,7 +86,9 @@ PLAIN = (
 
 @pytest.mark.parametrize("arguments", PLAIN, ids=" ".join)
 def test_every_line_fits(arguments: tuple[str, ...], terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, os.pathsep.join(str(shipped()[arch]) for arch in ("sm90", "sm100")))
+    # The large bundle only where its winners are shown; `test_bundles_fit_a_pipe_too` lists it.
+    archs = ("sm90", "sm100") if arguments[:1] in (("best",), ("compile",)) else ("sm75", "sm100")
+    monkeypatch.setenv(VARIABLE, os.pathsep.join(str(shipped()[arch]) for arch in archs))
     fits(run(*arguments))
 
 
