@@ -193,7 +193,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
                 "test_store.py::test_a_database_of_every_earlier_schema_is_upgraded",
                 "test_store.py::test_a_newer_schema_is_refused",
                 "test_store.py::test_an_upgrade_that_fails_changes_nothing",
-                "test_postgres.py::test_a_database_of_every_earlier_schema_is_upgraded",
+                "test_postgres.py::test_a_server_of_every_earlier_schema_is_upgraded",
             ),
         ),
         Promise(
@@ -386,7 +386,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             "Threads, streams, graphs and forks give the results of plain calls.",
             (
                 "test_gpu_runtime_streams.py::test_threads_on_streams_of_their_own",
-                "test_gpu_runtime_streams.py::test_graphs",
+                "test_gpu_runtime_streams.py::test_cuda_graphs_replay_calls",
                 "test_gpu_runtime_processes.py::test_a_fork_before_cuda_is_used",
                 "test_runtime_launch.py::test_a_forked_child_knows_nothing_of_its_parent",
             ),

@@ -437,7 +437,7 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(machine: Machine, mo
         ((PROBLEM, None, "15"), "seconds = '15' is not"),
     ],
 )
-def test_bad_arguments(
+def test_bad_arguments_of_autotune_are_a_sentence(
     arguments: tuple[Any, ...], reason: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asking, "cuda_index", lambda device: None if device == "cuda:99" else 0)

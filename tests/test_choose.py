@@ -430,7 +430,7 @@ NO_PROBLEMS = ("n128", "n128-float16", "n0128-float16-fast", "n128-float16-fast-
     ],
     ids=str,
 )
-def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
+def test_bad_arguments_of_best_config_are_a_sentence(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         hadagen.best_config(**{"problem": PROBLEM, "rows": 1, "arch": "sm90"} | changes)
 

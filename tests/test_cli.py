@@ -294,7 +294,7 @@ def test_a_tune_that_would_try_nothing_is_refused(given: str) -> None:
     ("texts", "sizes"),
     [(["4096"], [4096]), (["2-16", "8,64"], [2, 4, 8, 16, 64]), (["2-32768"], [1 << k for k in range(1, 16)])],
 )
-def test_sizes(texts: list[str], sizes: list[int]) -> None:
+def test_sizes_are_parsed(texts: list[str], sizes: list[int]) -> None:
     assert options.parse_sizes(texts) == [Transform(n) for n in sizes]
 
 
@@ -358,7 +358,7 @@ def test_one_problem_may_have_a_matrix_and_signs() -> None:
         assert CliRunner().invoke(command, arguments.split()).output == f"{key}\n"
 
 
-def test_elements() -> None:
+def test_element_counts_are_parsed() -> None:
     assert options.parse_elements("8M, 64K,1.5M,65536,0.375M") == [1 << 16, 3 << 17, 3 << 19, 1 << 23]
     counts = [*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS]
     assert options.parse_elements(",".join(map(options.short_count, counts))) == sorted(counts)

@@ -410,7 +410,7 @@ def test_activations_without_a_scale_are_one_sentence(plain: Path) -> None:
             input_scales(model, torch.ones(1, 8, dtype=torch.int64))
 
 
-def test_a_full_disk_is_a_sentence(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_a_model_fills_is_a_sentence(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> None:
         raise output.SafetensorError("I/O error: No space left on device (os error 28)")
 

@@ -187,7 +187,7 @@ def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(place: str, tmp
     assert not options.default_db().exists()
 
 
-def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, no_search: None) -> None:
+def test_a_tune_replaces_nothing_but_bundles(tmp_path: Path, no_search: None) -> None:
     letter, database = tmp_path / "letter.txt", tmp_path / "tuning.db"
     letter.write_text("Dear reader")
     Store.open(database).close()

@@ -451,7 +451,9 @@ def test_compile_without_graph_break(function: Callable[..., torch.Tensor]) -> N
     ],
     ids=["list", "int64", "no dimension", "empty rows"],
 )
-def test_bad_input(function: Callable[..., torch.Tensor], x: Any, kind: type[Exception]) -> None:
+def test_bad_input_of_functions_of_other_projects_is_a_sentence(
+    function: Callable[..., torch.Tensor], x: Any, kind: type[Exception]
+) -> None:
     with pytest.raises(kind, match=r"; |must have"):
         function(x)
 
@@ -467,7 +469,7 @@ def test_hadacore_has_no_padding() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", [1, 64, 137, 4096])
-def test_on_a_gpu(m: int, dtype: torch.dtype) -> None:
+def test_functions_of_other_projects_on_a_gpu(m: int, dtype: torch.dtype) -> None:
     x = normal(5, 3, m, dtype=dtype).cuda().requires_grad_()
     y = fast.hadamard_transform(x, m**-0.5)
     wanted = fast.hadamard_transform_ref(x.detach().cpu().double(), m**-0.5)

@@ -551,7 +551,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "relative error" in trial.detail
 
 
-def test_an_error_just_above_the_bound_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_just_above_the_bound_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.of(64, DType.FLOAT16, Numerics.FAST)
     monkeypatch.setattr(estimate, "_verify", lambda *_: {"uneven": problem.error_bound * (1 + 1e-6)})
     (trial,) = _run(problem, Knobs(low_bits="shuffle", butterfly_carrier="fp32"))

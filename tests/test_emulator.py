@@ -270,7 +270,7 @@ def check_exchanges(plans: list[Plan], lanes: int) -> None:
 
 
 @pytest.mark.parametrize("rows_left_over", [1, 2, 3, 63, 127])
-def test_any_number_of_rows(rows_left_over: int) -> None:
+def test_kernels_take_any_number_of_rows(rows_left_over: int) -> None:
     problem = Problem.of(32, DType.BFLOAT16)
     knobs = Knobs(chunks=2, warps=4, low_bits="shuffle", butterfly_carrier="fp32", load="bulk", grid="persistent")
     plan = build_plan(problem, knobs, ARCH)

@@ -300,7 +300,7 @@ def test_hooks_are_switched_off(sglang: Any, monkeypatch: pytest.MonkeyPatch, of
     assert at(ours._ACT_QUANT, "act_quant") is before
 
 
-def test_a_host_that_has_changed_keeps_its_own(sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_an_sglang_that_has_changed_keeps_its_own(sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     module_of(monkeypatch, ours._INDEXER, Indexer=type("Indexer", (), {"_maybe_rotate": lambda self, hidden: hidden}))
     before = at(ours._ACT_QUANT, "act_quant")
     with pytest.warns(UserWarning, match="Indexer._maybe_rotate takes self, hidden, not self, x; hadagen was tested w"):

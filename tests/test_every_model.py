@@ -70,7 +70,7 @@ def test_every_type_is_right_with_blocks_and_each_family_with_quarot() -> None:
 # ---- quantizing and storing ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_model_is_quantized_stored_and_loaded(kind: str, weights: str, plain: Any, tmp_path: Path) -> None:
+def test_every_model_is_quantized_stored_and_loaded(kind: str, weights: str, plain: Any, tmp_path: Path) -> None:
     """By transformers and by `hadagen quantize`, with the names that tensors have in the folder of the original."""
     config = HadagenConfig(weights)
     model = load(plain(kind), quantization_config=config)

@@ -40,13 +40,13 @@ def test_every_length_against_float64(m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("m", [200, 256])
-def test_sixteen_bit_results_are_rounded_once(m: int, dtype: torch.dtype) -> None:
+def test_sixteen_bit_results_of_pytorch_are_rounded_once(m: int, dtype: torch.dtype) -> None:
     x = torch.randint(-100, 100, (64, m), generator=torch.Generator().manual_seed(0)).to(dtype)  # every sum is exact
     assert torch.equal(transform(x, 0.25), padded(x, 0.25).to(dtype))
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_the_precision_of_matrix_products_does_not_matter(precision: str) -> None:
+def test_the_precision_of_matrix_products_does_not_change_a_transform(precision: str) -> None:
     x = normal(64, 4096, dtype=torch.float32)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -168,7 +168,9 @@ def tf32_allowed() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("m", [1, 8, 137, 4096, 1 << 16])
-def test_on_a_gpu(m: int, dtype: torch.dtype, tf32_allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transform_of_pytorch_on_a_gpu(
+    m: int, dtype: torch.dtype, tf32_allowed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plain_transform, "_GPU_BLOCK", 1 << 14)
     x = normal(max(3, 50000 // m), m, dtype=dtype).cuda()
     y = torch.full_like(x, 7.0)

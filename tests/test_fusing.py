@@ -234,7 +234,7 @@ def test_views_between(name: str) -> None:
         assert mine.stride() == wanted.stride()
 
 
-def test_any_number_of_rows() -> None:
+def test_fused_calls_take_any_number_of_rows() -> None:
     """From one graph; and all becomes one operator."""
 
     def model(x: torch.Tensor) -> Pair:

@@ -88,7 +88,7 @@ def broken() -> Callable[[str], Variant]:
     return variant
 
 
-def test_environment() -> None:
+def test_the_environment_is_that_of_pytorch() -> None:
     import torch
 
     environment = device_environment(0)

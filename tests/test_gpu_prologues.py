@@ -96,7 +96,7 @@ def test_a_call_in_a_graph_and_compiled() -> None:
 
 @pytest.mark.parametrize("columns", [256, 1024, 5120])
 @pytest.mark.parametrize("to", [None, "fp8-row", "mxfp4"])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(columns: int, to: str | None) -> None:
+def test_a_row_behind_a_prologue_has_the_same_bits_among_any_number_of_rows(columns: int, to: str | None) -> None:
     """By kernels that no bundle has."""
     tables.clear()
     most = (1 << 23) // columns

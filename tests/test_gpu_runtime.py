@@ -77,7 +77,7 @@ def test_the_matrix_itself(n: int, dtype: torch.dtype, numerics: str) -> None:
 @pytest.mark.parametrize("numerics", ["accurate", "fast"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("n", [*SIZES, 1 << 16, 1 << 17])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(n: int, dtype: torch.dtype, numerics: str) -> None:
+def test_a_row_transforms_to_the_same_bits_among_any_number_of_rows(n: int, dtype: torch.dtype, numerics: str) -> None:
     """Of 1,000 numbers of rows without gaps, in place too, and of some with gaps, of which a copy has none."""
     most = max(8, (1 << 23) // n)
     counts = [round(most ** (i / 999)) for i in range(1000)]
@@ -178,7 +178,7 @@ def test_rows_apart_need_no_copy(name: str) -> None:
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_kernels_transform_views_on_a_gpu(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     whole = normal(6, 4, 64)
     before = whole.clone()
     x = view(whole)

@@ -11,14 +11,14 @@ __all__ = ["kernels_for_this_gpu"]  # a fixture
 pytestmark = pytest.mark.gpu
 
 
-def test_gradients() -> None:
+def test_gradients_on_a_gpu() -> None:
     x = normal(64, 256).requires_grad_()
     g = normal(64, 256, seed=1)
     hadamard_transform(x, 1 / 16).backward(g)
     assert_good(x.grad, g, 1 / 16)
 
 
-def test_compile() -> None:
+def test_compiled_calls_on_a_gpu() -> None:
     torch.compiler.reset()
 
     def model(x: torch.Tensor) -> torch.Tensor:

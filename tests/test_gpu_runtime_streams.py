@@ -32,7 +32,7 @@ def test_the_current_stream_is_used() -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["out-of-place", "in-place"])
-def test_graphs(inplace: bool) -> None:
+def test_cuda_graphs_replay_calls(inplace: bool) -> None:
     x = torch.zeros(100, 1024, dtype=torch.float16, device="cuda")
 
     def work() -> tuple[torch.Tensor, torch.Tensor]:

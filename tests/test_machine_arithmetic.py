@@ -110,7 +110,7 @@ dtypes = pytest.mark.parametrize("dtype", PACKED_TYPES)
 
 
 @dtypes
-def test_conversions(dtype: DType) -> None:
+def test_packed_values_are_converted(dtype: DType) -> None:
     x = random_bits(1 << 18)
     x.reshape(-1, 8)[: 1 << 14, 4:] = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 4)  # every element there is
     parts, result = x.reshape(-1, 8), arithmetic("packs", dtype, x)

@@ -211,7 +211,7 @@ together([*GOOD, *RACES, *STOPPED, TOO_EARLY, LACKING])
 
 @named(GOOD)
 @pytest.mark.parametrize("order_seed", [0, 1, 2, 3])
-def test_a_good_kernel_has_its_result_in_any_order(case: Case, order_seed: int) -> None:
+def test_a_good_product_has_its_result_in_any_order(case: Case, order_seed: int) -> None:
     x = finite(3072)
     out = np.full_like(x, 0xFFFF)
     report = case.run(x, out, order_seed=order_seed)
@@ -221,7 +221,7 @@ def test_a_good_kernel_has_its_result_in_any_order(case: Case, order_seed: int) 
 
 @named(RACES)
 @pytest.mark.parametrize("order_seed", [0, 1, 2, 3])
-def test_a_race_is_seen_in_any_order(case: Case, order_seed: int) -> None:
+def test_a_race_of_a_product_is_seen_in_any_order(case: Case, order_seed: int) -> None:
     x = finite(1024)
     report = case.run(x, np.zeros_like(x), order_seed=order_seed)
     assert report.races > 0
@@ -230,7 +230,7 @@ def test_a_race_is_seen_in_any_order(case: Case, order_seed: int) -> None:
 
 @named(STOPPED)
 @pytest.mark.parametrize("order_seed", [0, 1, 2, 3])
-def test_a_wrong_kernel_is_stopped_with_a_sentence(case: Case, order_seed: int) -> None:
+def test_a_wrong_product_is_stopped_with_a_sentence(case: Case, order_seed: int) -> None:
     x = finite(1024)
     with pytest.raises(EmulationError, match=re.escape(STOPPED[case])):
         case.run(x, np.zeros_like(x), order_seed=order_seed)

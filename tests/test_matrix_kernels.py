@@ -98,7 +98,7 @@ def module(sources: dict[str, list[Source]]) -> HostModule:
 
 
 @pytest.mark.parametrize("key", [*WITH_MATRIX, *SIGNED])
-def test_plans_compute_the_transform(key: str) -> None:
+def test_plans_with_a_matrix_compute_the_transform(key: str) -> None:
     for plan in plans(key):
         problem, operands = plan.problem, verification_operands(plan.problem)
         x = np.random.default_rng(0).standard_normal((2 * plan.rows_per_tile, problem.n))
@@ -116,7 +116,7 @@ def test_kernels_are_right(key: str, sources: dict[str, list[Source]], module: H
             assert error <= rounding_bound(problem), (source.entry, name)
 
 
-def test_signs_may_be_left_out(sources: dict[str, list[Source]], module: HostModule) -> None:
+def test_signs_of_kernels_with_a_matrix_may_be_left_out(sources: dict[str, list[Source]], module: HostModule) -> None:
     for key in ("n3584-k28-signed-bfloat16-fast", "n512-signed-float16-fast"):
         problem = Problem.parse(key)
         x = np.random.default_rng(0).integers(0, 1 << 14, problem.n, np.uint16)  # bits of small finite numbers
@@ -131,7 +131,7 @@ def test_signs_may_be_left_out(sources: dict[str, list[Source]], module: HostMod
             assert np.array_equal(with_none, with_positive)
 
 
-def test_an_infinity_stays_in_its_row(sources: dict[str, list[Source]], module: HostModule) -> None:
+def test_an_infinity_before_a_matrix_stays_in_its_row(sources: dict[str, list[Source]], module: HostModule) -> None:
     """Though a block of 16 rows of X may reach into the next row of x."""
     for key in ("n3584-k28-signed-bfloat16-fast", "n11008-k172-float16-fast", "n192-k12-signed-float16-fast"):
         problem = Problem.parse(key)
@@ -165,7 +165,7 @@ def test_shared_memory_meets_no_bank_conflicts(sources: dict[str, list[Source]],
     assert staged >= {("bulk", True), ("bulk", False)}
 
 
-def test_all_ways_through_the_kernel_are_tried() -> None:
+def test_all_ways_through_kernels_with_a_matrix_are_tried() -> None:
     tried = [(plan, knobs) for key in WITH_MATRIX for plan, knobs in zip(plans(key), chosen(key), strict=True)]
     with_h = [(plan, plan.tile, knobs) for plan, knobs in tried if isinstance(plan.tile, Matrix)]
     loads = {"plain": [("tiles", 1)], "bulk": [("tiles", 1), ("persistent", 1), ("persistent", 2)]}

@@ -79,7 +79,7 @@ def copy_to_server(path: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("version", EARLIER)
-def test_a_database_of_every_earlier_schema_is_upgraded(version: str, tmp_path: Path, postgres: str) -> None:
+def test_a_server_of_every_earlier_schema_is_upgraded(version: str, tmp_path: Path, postgres: str) -> None:
     with closing(sqlite3.connect(tmp_path / "old.db")) as old, old:
         old.executescript((FORMATS / f"schema_{version}.sql").read_text())
     copy_to_server(tmp_path / "old.db", postgres)
@@ -89,7 +89,7 @@ def test_a_database_of_every_earlier_schema_is_upgraded(version: str, tmp_path: 
     assert differences(postgres) == []
 
 
-def test_a_newer_schema_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_schema_of_a_server_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "SCHEMA_VERSION", EARLIER[-1])
     assert f"has schema {schema.SCHEMA_VERSION} and this hadagen knows no later one" in refusal(url)
 

@@ -144,7 +144,9 @@ def test_heads_are_those_of_float32(kv_heads: int | None, rotate: bool, dtype: t
         (lambda x: presets.deepseek_v32_indexer(x, power_of_two=3), TypeError, "power_of_two is 3"),
     ],
 )
-def test_bad_input_is_one_sentence(call: Callable[[torch.Tensor], Any], error: type[Exception], message: str) -> None:
+def test_bad_input_of_a_preset_is_one_sentence(
+    call: Callable[[torch.Tensor], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         call(torch.ones(2, 4, 3, 128))
 

@@ -251,7 +251,7 @@ def test_a_fast_kernel_rounds_large_real_matrices(choice: Choice, module: HostMo
 
 
 @with_each
-def test_any_number_of_rows(choice: Choice, module: HostModule) -> None:
+def test_products_take_any_number_of_rows(choice: Choice, module: HostModule) -> None:
     """No tile for the second of two blocks, fewer than stages, and more; tiles that lack rows."""
     problem, source = choice.problem, source_of(choice)
     operands = verification_operands(problem)
@@ -299,7 +299,7 @@ def test_nan_and_infinity_fill_their_row_and_no_other(choice: Choice, module: Ho
     assert not np.isfinite(decode(problem.io.input, found[5])).any()
 
 
-def test_signs_may_be_left_out() -> None:
+def test_signs_of_products_may_be_left_out() -> None:
     choice = next(each for each in CHOICES if each.problem.transform.signed)
     problem, source = choice.problem, source_of(choice)
     kernel = compile_host([source])
@@ -344,7 +344,7 @@ def test_codes_of_every_class_of_input_are_within_the_bound(choice: Choice, modu
 
 
 @pytest.mark.parametrize("kind", [Product, WarpProduct])
-def test_all_ways_through_the_kernel_are_tried(kind: type[BoxProduct]) -> None:
+def test_all_ways_through_a_product_are_tried(kind: type[BoxProduct]) -> None:
     plans = [(each, each.plan) for each in CHOICES]
     products = [(each, plan, plan.tile) for each, plan in plans if isinstance(plan.tile, kind)]
     assert {(each.fold, tile.columns(plan)) for each, plan, tile in products if each.rows == 1} == {

@@ -260,7 +260,7 @@ KERNELS: list[tuple[Prologue, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("value", "of", "options"), KERNELS, ids=lambda each: repr(each)[:40])
-def test_one_kernel_does_all_of_it(value: Prologue, of: Any, options: dict[str, Any], device: None) -> None:
+def test_one_kernel_does_prologue_and_rotation(value: Prologue, of: Any, options: dict[str, Any], device: None) -> None:
     """Eagerly, when a call comes again, into out, and for tensors that it does not take as they lie."""
 
     def call(x: torch.Tensor, **more: Any) -> list[torch.Tensor]:
@@ -356,7 +356,7 @@ def test_what_no_kernel_takes_is_computed_in_pytorch(device: None) -> None:
 
 @pytest.mark.parametrize("value", [V, SiluMul(limit=2, numerics="vllm")], ids=repr)
 @pytest.mark.parametrize("options", [{}, {"to": "mxfp8"}, {"to": "int8-row"}], ids=str)
-def test_warmup_finds_what_calls_find(
+def test_warmup_finds_the_prologues_that_calls_find(
     value: Prologue, options: dict[str, Any], device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With kernels that have the prologue, and without."""
@@ -445,7 +445,7 @@ def check_alike(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_traces(way: str) -> None:
+def test_calls_with_a_prologue_trace(way: str) -> None:
     """torch.compile, once for all numbers of rows; torch.export; fake tensors; the dispatcher."""
     call, x = WAYS[way], wide(6, 2 * N)
     counter = CompileCounterWithBackend("aot_eager")

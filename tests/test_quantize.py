@@ -196,7 +196,7 @@ def test_values_come_back(name: str, rule: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "rule", "layout"), ALL)
-def test_every_check_of_an_operator(name: str, rule: str, layout: str) -> None:
+def test_every_check_of_the_operator_that_quantizes(name: str, rule: str, layout: str) -> None:
     form = Format.choose(name, None, rule, layout)
     for rows in (0, 5):
         given = sample_scale(form, rows, torch.device("cpu"))
@@ -743,7 +743,9 @@ def test_out_has_no_derivative() -> None:
         ),
     ],
 )
-def test_bad_input_is_one_sentence(call: Callable[[torch.Tensor], Any], error: type[Exception], message: str) -> None:
+def test_bad_input_of_a_quantizer_is_one_sentence(
+    call: Callable[[torch.Tensor], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         call(normal(4, N))
 

@@ -292,7 +292,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("key", [key for key in CASES if "-k" in key or "swapped" in key or "12288" in key])
-def test_plans_compute_the_transform(key: str) -> None:
+def test_quantizing_plans_compute_the_transform(key: str) -> None:
     """With a matrix, numbered anew, or over an odd number of warps, step by step in float64."""
     problem = Problem.parse(key)
     operands = verification_operands(problem)

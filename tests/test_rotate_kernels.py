@@ -68,7 +68,7 @@ def ran(device: EmulatedDevice) -> list[str]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_one_kernel_does_all_of_it(rotation: Rotation, name: str, device: EmulatedDevice) -> None:
+def test_one_kernel_does_signs_and_matrices(rotation: Rotation, name: str, device: EmulatedDevice) -> None:
     x = normal(3, 2, rotation.n, dtype=HALF)
     m = rotation.matrix()
     device.ran()
@@ -199,7 +199,7 @@ def test_operands_in_memory_that_kernels_cannot_read(device: EmulatedDevice) -> 
 
 # ---- calls that come again -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("inplace", [False, True])
-def test_a_call_that_comes_again_is_one_look_up(
+def test_a_rotation_that_comes_again_is_one_look_up(
     inplace: bool, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     r, x = signed(224), normal(3, 224, dtype=HALF)

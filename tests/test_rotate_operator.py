@@ -43,7 +43,7 @@ def operands(rotation: Rotation = R, transposed: bool = False, **changes: Any) -
         (Rotation(64), lambda x: x, torch.float64, False, True),
     ],
 )
-def test_every_check_of_an_operator(
+def test_every_check_of_the_operator_that_rotates(
     rotation: Rotation, view: Any, dtype: torch.dtype, transposed: bool, requires_grad: bool
 ) -> None:
     x = view(normal(4, rotation.n, dtype=dtype)).requires_grad_(requires_grad)
@@ -57,7 +57,7 @@ def test_every_check_of_an_operator(
         torch.library.opcheck(ROTATE.into, (x, *options[:-1], x.clone(), True), **tolerances)
 
 
-def test_fake_tensors_and_those_without_memory() -> None:
+def test_rotations_of_fake_tensors_and_those_without_memory() -> None:
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -175,7 +175,7 @@ def test_gradients_of_every_named_matrix(name: str, order: int) -> None:
     ],
     ids=["new", "inverse", "in place", "in place, transposed", "given", "blocks", "regular"],
 )
-def test_derivatives(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_derivatives_of_a_rotation(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = normal(1, 40).requires_grad_()
     assert torch.autograd.gradcheck(function, x, check_forward_ad=True, check_batched_grad=True, fast_mode=True)
     assert torch.autograd.gradgradcheck(function, x, check_fwd_over_rev=True, fast_mode=True)

@@ -169,7 +169,7 @@ def test_how_a_given_matrix_lies_does_not_matter() -> None:
         assert operands_of(one, torch.eye(k), 1.0).scale == operands_of(other, torch.eye(k), 1.0).scale
 
 
-def test_sixteen_bit_results_are_rounded_once() -> None:
+def test_sixteen_bit_results_of_a_rotation_are_rounded_once() -> None:
     h = operands_of(Rotation(172), normal(1, 172), 1.0).matrices
     x = torch.randint(-9, 9, (64, 344), generator=torch.Generator().manual_seed(0))  # so that every sum is exact
     for dtype in (torch.float16, torch.bfloat16):
@@ -179,7 +179,7 @@ def test_sixteen_bit_results_are_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_the_precision_of_matrix_products_does_not_matter(precision: str) -> None:
+def test_the_precision_of_matrix_products_does_not_change_a_rotation(precision: str) -> None:
     x, r = normal(64, 1376, dtype=torch.float32), Rotation(1376)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -729,7 +729,9 @@ def test_what_is_not_orthogonal_has_no_inverse() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(("n", "options"), [*CASES, (4096, {}), (14336, {})], ids=str)
-def test_on_a_gpu(n: int, options: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+def test_rotations_on_a_gpu(
+    n: int, options: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
     request.addfinalizer(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
     torch.set_float32_matmul_precision("medium")
     block = options.get("block", n)

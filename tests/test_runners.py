@@ -180,7 +180,7 @@ def test_a_worker_that_died_idle_is_replaced(runner: DeviceRunner) -> None:
     assert [trial.outcome for _, trial in runner.run(variants("ok"))] == [Outcome.OK]
 
 
-def test_race(runner: DeviceRunner) -> None:
+def test_a_runner_races_two_of_one_problem(runner: DeviceRunner) -> None:
     a, b = variants("ok", "ok")
     assert runner.race(a, b, [CELL, CELL]) == [(1.0, 2.0), (1.0, 2.0)]
     with pytest.raises(UsageError, match="give two of one problem"):

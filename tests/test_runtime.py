@@ -105,7 +105,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views(view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+def test_pytorch_transforms_views(view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
     whole = normal(6, 4, 64, dtype=dtype)
     x = view(whole)
     wanted = expected(x, 0.5).to(dtype)
@@ -217,7 +217,9 @@ with warnings.catch_warnings():
         (X, {"out": X.clone().requires_grad_()}, RuntimeError, "no_grad"),
     ],
 )
-def test_bad_input(x: Any, options: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_bad_input_of_a_transform_is_a_sentence(
+    x: Any, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message) as caught:
         hadamard_transform(x, **options)
     assert isinstance(caught.value, (TypeError, UsageError))

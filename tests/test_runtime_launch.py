@@ -41,7 +41,7 @@ def kind(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_views(name: str, device: EmulatedDevice) -> None:
+def test_kernels_transform_views(name: str, device: EmulatedDevice) -> None:
     view = VIEWS[name]
     wanted_kinds = [] if KINDS[name] is None else [KINDS[name]] if KINDS[name] else None
     whole = normal(6, 4, 64, dtype=HALF)
@@ -139,7 +139,7 @@ def test_a_scale_that_no_kernel_holds(device: EmulatedDevice, monkeypatch: pytes
     assert device.ran() == []
 
 
-def test_a_call_that_comes_again_is_one_look_up(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transform_that_comes_again_is_one_look_up(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(3, 64, dtype=HALF)
     hadamard_transform(x, 0.5)
     searches = device.searches

@@ -72,7 +72,9 @@ CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     ],
     ids=str,
 )
-def test_every_check_of_an_operator(view: str, dtype: torch.dtype, numerics: str, requires_grad: bool) -> None:
+def test_every_check_of_the_operator_that_transforms(
+    view: str, dtype: torch.dtype, numerics: str, requires_grad: bool
+) -> None:
     x = CHECKED[view](normal(4, 8, dtype=dtype).requires_grad_(requires_grad))
     # Gradients are compared between eager and compiled, not with the truth. Before PyTorch 2.7 there is no choice.
     tolerances: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2}
@@ -94,7 +96,7 @@ def test_autocast_leaves_the_type(of: Map) -> None:
             assert y.dtype == gradient.dtype == dtype
 
 
-def test_fake_tensors_and_those_without_memory() -> None:
+def test_transforms_of_fake_tensors_and_those_without_memory() -> None:
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():
@@ -157,7 +159,7 @@ def test_a_scalar_must_be_real() -> None:
     ],
     ids=["new", "in place", "in place, transposed", "operator"],
 )
-def test_derivatives(function: Callable[[torch.Tensor], torch.Tensor], m: int) -> None:
+def test_derivatives_of_a_transform(function: Callable[[torch.Tensor], torch.Tensor], m: int) -> None:
     x = normal(3, m).requires_grad_()
     assert torch.autograd.gradcheck(function, x, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, x, check_fwd_over_rev=True, check_batched_grad=True)

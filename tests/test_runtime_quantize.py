@@ -233,7 +233,7 @@ ROTATIONS = {
 
 @pytest.mark.parametrize(("name", "rule", "layout"), ALL)
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_warmup_finds_what_calls_find(
+def test_warmup_finds_the_quantizers_that_calls_find(
     rotation: str, name: str, rule: str, layout: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With kernels that quantize, and without."""

@@ -173,7 +173,7 @@ def test_builders_of_one_kernel_agree(tools: Toolchain, arch: Arch) -> None:
     assert (len(os.listdir(tools.cache.root / "kernels")), os.listdir(tools.cache.root / "work")) == (1, [])
 
 
-def test_a_full_disk_is_not_taken_for_a_wrong_source(
+def test_a_full_disk_is_not_taken_for_a_source_that_is_wrong(
     tools: Toolchain, arch: Arch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, data: bytes) -> int:
@@ -385,7 +385,7 @@ SOURCES = [source(name, f"{COPY}\n    // {name}") for name in "abcd"]
         ("echo 'OSError: No space left on device'; exit 1", "failed (OSError: No space left on device)"),
     ],
 )
-def test_the_death_of_a_compiler_says_nothing_of_a_source(
+def test_the_death_of_a_gpu_compiler_says_nothing_of_a_source(
     played: Callable[[str], Toolchain], arch: Arch, dies: str, says: str
 ) -> None:
     tools = played(f"first && {{ {dies}; }}")
@@ -439,7 +439,7 @@ KERNEL = Kernel("", ENTRY, "sm90", "", b"a cubin", b"", LAUNCH, 32, 0, "13.0.88"
 
 
 @pytest.mark.usefixtures("no_tools")
-def test_disassembling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_are_disassembled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ToolchainError, match="nvdisasm is not on PATH"):
         disassemble(KERNEL)
     script(tmp_path / "bin" / "nvdisasm", 'cat "$2"')
