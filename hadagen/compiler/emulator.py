@@ -160,7 +160,7 @@ class _Report(ctypes.Structure):
     )
 
 
-# A machine keeps its threads in one place, and one library file is loaded once however many modules name it.
+# The state of the emulator is global, and a library file is loaded once, so one launch runs at a time.
 _ONE_AT_A_TIME = threading.Lock()
 
 

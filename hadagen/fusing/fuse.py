@@ -30,7 +30,7 @@ class _Pass(CustomGraphPass):
         _found.extend(fuse_all(graph))
 
     def uuid(self) -> Any:
-        """Another one for other sources of this room."""
+        """The cache key of the pass; it changes with any file of `fusing`."""
         files = tuple(map(str, sorted(Path(__file__).parent.glob("*.py"))))
         return custom_graph_pass.get_hash_for_files(files)
 

@@ -286,7 +286,7 @@ def _places(first: int, rows: int, tiles: torch.Tensor) -> tuple[Any, ...]:
 
 
 @RotatedWeight.implements(_aten.slice.Tensor)  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _sliced(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     rest: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
     weight, (dim, begin, end, step) = args[0], rest
     if step != 1:
@@ -297,7 +297,7 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @RotatedWeight.implements([_aten.split.Tensor, _aten.split_with_sizes.default])  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _split(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     weight, sizes, *dim = args
     axis = dim[0] if dim else kwargs.get("dim", 0)
     size = weight.shape[axis]
@@ -307,7 +307,7 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @RotatedWeight.implements([_aten.t.default, _aten.transpose.int, _aten.permute.default])  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _transposed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     weight, *dims = args
     if func is _aten.permute.default:
         dims = [0, dims[0][0]]
@@ -316,7 +316,7 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @RotatedWeight.implements(_aten.view.default)  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _viewed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     weight, shape = args
     if len(shape) != 2 or any(size not in (-1, own) for size, own in zip(shape, weight.shape, strict=True)):
         raise TensorError(f"{weight!r} has no view of the shape {list(shape)}; pass what its dequantize() returns")
@@ -324,7 +324,7 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @RotatedWeight.implements([_aten.empty_like.default, _aten._to_copy.default])  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _converted(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """In another type, the codes are the same."""
     dtype = kwargs.pop("dtype", None) or args[0].dtype
     check_dtype(dtype)
@@ -332,7 +332,7 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @RotatedWeight.implements(_aten.copy_.default)  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _copied(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     weight, other = args[:2]
     if not all(isinstance(each, RotatedWeight) for each in args[:2]) or _what(weight) != _what(other):
         raise TensorError(
@@ -343,7 +343,7 @@ def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @RotatedWeight.implements([_aten.is_pinned.default, _aten._pin_memory.default])  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _pinned(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     weight, *rest = args
     if func is _aten._pin_memory.default:
         return weight._apply_fn_to_data(lambda x: func(x, *rest, **kwargs))
@@ -367,12 +367,12 @@ _PRODUCTS = (
 
 
 @RotatedWeight.implements_torch_function(torch.nn.functional.linear)  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.Tensor:
+def _linear_of_rows(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.Tensor:
     return _linear(*args, **(kwargs or {}))  # type: ignore[no-any-return]
 
 
 @RotatedWeight.implements_torch_function([torch.mm, torch.matmul, torch.Tensor.mm, torch.Tensor.matmul])  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.Tensor:
+def _matmul_of_rows(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.Tensor:
     input, weight = args
     return _linear(input, weight.t())  # type: ignore[no-any-return]
 
@@ -419,7 +419,7 @@ def _gradient(gradient: torch.Tensor, weight: RotatedWeight) -> torch.Tensor:
 
 
 @RotatedWeight.implements([_aten.mm.default, _aten.addmm.default])  # type: ignore[untyped-decorator]
-def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _product_of_parts(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The products of a layer of DTensors, whose parts come here, and of their gradients."""
     *bias, rows, weight = args
     if not isinstance(weight, RotatedWeight) or isinstance(rows, RotatedWeight) or kwargs:

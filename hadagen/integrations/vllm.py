@@ -187,7 +187,7 @@ def _whole(shared: Any) -> Any:
 def _hook_hadacore() -> None:
     HOST.get("vllm._custom_ops:hadacore_transform")  # imports the operators
     if _operators or not hasattr(torch.ops._C, "hadacore_transform"):
-        return  # vLLM builds it for some GPUs alone
+        return  # vLLM builds this op only for some GPUs
     library: Any = torch.library.Library("_C", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for key in ("CUDA", "CPU"):

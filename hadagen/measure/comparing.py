@@ -90,8 +90,8 @@ class Comparer:
     def _verified(
         self, loaded: ExitStack, kernels: Iterable[tuple[Problem, Kernel]]
     ) -> tuple[tuple[Answer, ...], dict[int, LoadedKernel]]:
-        """The answer for each kernel, and by position the right ones, which stay loaded until the stack is left. A
-        kernel that does not fit on the device is not right."""
+        """All answers, and the correct kernels by position, which stay loaded until the stack closes. A kernel that
+        does not fit on the device is not correct."""
         answers, right = [], {}
         for i, (problem, kernel) in enumerate(kernels):
             try:

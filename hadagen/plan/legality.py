@@ -249,7 +249,7 @@ RULES.unused("slabs", "there is no matrix, so no rows are held")
 
 
 @RULES.rule("warps")
-def _(c: Context, k: Knobs) -> str | None:
+def _fits_threads(c: Context, k: Knobs) -> str | None:
     limit = c.arch.limits.threads_per_block
     row = c.problem.unit * c.problem.io.input.bytes
     if c.problem.prologue and row < VECTOR_BYTES:
@@ -260,7 +260,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("cluster")
-def _(c: Context, k: Knobs) -> str | None:
+def _cluster_holds_rows(c: Context, k: Knobs) -> str | None:
     tile, unit, room = _tile(c, k), c.problem.unit, c.problem.room
     if tile < room:
         what = "row" if unit == c.problem.n else f"group of {unit}"
@@ -286,7 +286,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("low_bits")
-def _(c: Context, k: Knobs) -> str | None:
+def _loads_shares_for_mma(c: Context, k: Knobs) -> str | None:
     if k.block_bits == EXCHANGE:
         return None
     if k.cluster == 1:
@@ -299,14 +299,14 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.first_only("block_bits")
-def _(c: Context, k: Knobs) -> str | None:
+def _block_bits_come_alone(c: Context, k: Knobs) -> str | None:
     if c.problem.io.form:
         return "the largest magnitude of a row crosses blocks as values of an exchange do"
     return "what comes before the transform is computed by one block alone" if c.problem.prologue else None
 
 
 @RULES.rule("accumulator")
-def _(c: Context, k: Knobs) -> str | None:
+def _sums_over_blocks_fit(c: Context, k: Knobs) -> str | None:
     packed = k.accumulator == PACKED or (k.low_bits == "mma" and k.mma_carrier == PACKED)
     if k.block_bits == LOAD and packed:
         return "sums over blocks may outgrow 16 bits (mma_carrier must not be packed, accumulator must be fp32)"
@@ -314,7 +314,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("far_bits")
-def _(c: Context, k: Knobs) -> str | None:
+def _groups_stay_in_blocks(c: Context, k: Knobs) -> str | None:
     form = c.problem.io.form
     if form is None or not 0 < form.group < c.problem.unit or not blocks_spanned(c.problem, k):
         return None
@@ -325,7 +325,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("far_lanes")
-def _(c: Context, k: Knobs) -> str | None:
+def _exchanges_have_bits(c: Context, k: Knobs) -> str | None:
     if k.far_bits == LANES:
         lanes = _far(c, k) - log2(k.chunks)
         if lanes > MAX_EXCHANGED_LANES:
@@ -344,7 +344,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("low_bits")
-def _(c: Context, k: Knobs) -> str | None:
+def _mma_has_bits(c: Context, k: Knobs) -> str | None:
     if k.low_bits == "shuffle":
         return None
     single = c.problem.io.input is DType.FLOAT32
@@ -366,7 +366,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.first_only("shuffles")
-def _(c: Context, k: Knobs) -> str | None:
+def _shuffles_have_bits(c: Context, k: Knobs) -> str | None:
     if c.problem.io.input is not DType.FLOAT32:
         # In 16 bits, few bits are left to shuffles. Swapping those with chunk bits was never faster.
         return "only float32 has a register bit of its own to swap with one of lanes"
@@ -375,7 +375,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("low_bits")
-def _(c: Context, k: Knobs) -> str | None:
+def _far_mma_has_bits(c: Context, k: Knobs) -> str | None:
     if k.far_lanes == "shuffle":
         return None
     if k.far_bits != LANES or k.low_bits != "mma":
@@ -390,7 +390,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("mma_carrier")
-def _(c: Context, k: Knobs) -> str | None:
+def _carrier_between_mma(c: Context, k: Knobs) -> str | None:
     between, parts = k.low_bits == "mma", PARTS["tf32"].get(c.problem.io.input, 0)
     tf32 = parts > (1 if c.problem.keeps_16_bits else 0)  # one has 11 bits, two have 22
     if k.mma_carrier == FP16 and c.problem.prologue:
@@ -410,7 +410,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.first_only("accumulator")
-def _(c: Context, k: Knobs) -> str | None:
+def _mma_leaves_packed(c: Context, k: Knobs) -> str | None:
     if k.normalizes:
         return None
     if k.low_bits == "shuffle" or k.mma_carrier != PACKED:
@@ -423,7 +423,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("exchange_carrier")
-def _(c: Context, k: Knobs) -> str | None:
+def _normalizes_between_blocks(c: Context, k: Knobs) -> str | None:
     if not k.normalizes:
         return None
     if c.problem.io.input is not DType.BFLOAT16:
@@ -442,7 +442,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("butterfly_carrier")
-def _(c: Context, k: Knobs) -> str | None:
+def _butterflies_may_round(c: Context, k: Knobs) -> str | None:
     butterflies = _has_butterflies(c, k)
     if k.butterfly_carrier == FP32:
         carries = butterflies or _has_exchange(c, k)
@@ -457,7 +457,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("exchange_carrier")
-def _(c: Context, k: Knobs) -> str | None:
+def _exchange_may_round(c: Context, k: Knobs) -> str | None:
     if k.exchange_carrier == FP32:
         if not _has_exchange(c, k):
             return "there is no exchange (exchange_carrier must be packed)"
@@ -472,7 +472,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("exchange_carrier")
-def _(c: Context, k: Knobs) -> str | None:
+def _rounds_as_often_as_allowed(c: Context, k: Knobs) -> str | None:
     if not _rounds_once(c, k) and roundings(steps_of(c.problem, k)) > c.problem.roundings + ROUNDINGS_SPREAD:
         return f"it rounds more often than {c.problem.io.numerics.value} may (take fp32 carriers)"
     if turns_in_exchange(k):
@@ -485,25 +485,25 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.first_only("exchange_rounds")
-def _(c: Context, k: Knobs) -> str | None:
+def _exchange_has_rounds(c: Context, k: Knobs) -> str | None:
     return _fault(c, "tiles", Exchange((), k.exchange_carrier, k.exchange_rounds, turned=turns_in_exchange(k)))
 
 
 @RULES.first_only("shared_layout")
-def _(c: Context, k: Knobs) -> str | None:
+def _layout_avoids_conflicts(c: Context, k: Knobs) -> str | None:
     conflicts = k.exchange_carrier == FP32 and k.exchange_rounds == 1
     return None if conflicts else "one vector a lane meets no bank conflict"
 
 
 @RULES.first_only("order")
-def _(c: Context, k: Knobs) -> str | None:
+def _chunks_have_order(c: Context, k: Knobs) -> str | None:
     if c.problem.io.form:
         return "what is quantized is stored at once"
     return "one chunk has no order" if k.chunks == 1 else None
 
 
 @RULES.rule("order")
-def _(c: Context, k: Knobs) -> str | None:
+def _groups_meet_before_exchange(c: Context, k: Knobs) -> str | None:
     if k.order != "by_group":
         return None
     if k.cluster > 1 or k.exchange_rounds > 1 or not _has_exchange(c, k):
@@ -515,7 +515,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.rule("load")
-def _(c: Context, k: Knobs) -> str | None:
+def _load_is_possible(c: Context, k: Knobs) -> str | None:
     return _load_fault(c, k.load, k.block_bits)
 
 
@@ -526,7 +526,7 @@ def halves_in_bulk(c: Context, tile: int) -> bool:
 
 
 @RULES.rule("load")
-def _(c: Context, k: Knobs) -> str | None:
+def _halves_lie_together(c: Context, k: Knobs) -> str | None:
     prologue = prologue_of(c.problem)
     if k.load == "bulk" and prologue and prologue.is_halved and not halves_in_bulk(c, _tile(c, k)):
         return "halves of several rows lie apart (load must not be bulk, or the tile smaller)"
@@ -546,23 +546,23 @@ def _load_fault(c: Context, path: str, block_bits: str) -> str | None:
 
 
 @RULES.first_only("grid")
-def _(c: Context, k: Knobs) -> str | None:
+def _tiles_follow(c: Context, k: Knobs) -> str | None:
     # Clusters are the fastest if rows are few, and then there are no further tiles.
     return "clusters take one tile each" if k.cluster > 1 else None
 
 
 @RULES.first_only("stages")
-def _(c: Context, k: Knobs) -> str | None:
+def _stages_have_tiles(c: Context, k: Knobs) -> str | None:
     return "one tile a block leaves nothing to have under way" if k.grid == "tiles" else None
 
 
 @RULES.rule("stages")
-def _(c: Context, k: Knobs) -> str | None:
+def _stages_have_boxes(c: Context, k: Knobs) -> str | None:
     return "only boxes are loaded so far ahead (stages must be fewer)" if k.stages > 2 and k.first == HADAMARD else None
 
 
 @RULES.rule("min_blocks")
-def _(c: Context, k: Knobs) -> str | None:
+def _fits_registers(c: Context, k: Knobs) -> str | None:
     # All values are in fp32 at once if they cross shared memory in fp32, or are not rounded before the store.
     wide = k.exchange_carrier == FP32 or _rounds_once(c, k) or c.problem.io.form is not None
     return c.beyond_limits(
@@ -574,14 +574,14 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @RULES.first_only("ahead")
-def _(c: Context, k: Knobs) -> str | None:
+def _prefetches_tiles(c: Context, k: Knobs) -> str | None:
     if _lacking(c, Prefetch(k.ahead)):
         return "the arch has no bulk copies to L2"
     return _fault(c, k.grid, Prefetch(k.ahead))
 
 
 @RULES.first_only("trigger")
-def _(c: Context, k: Knobs) -> str | None:
+def _starts_early(c: Context, k: Knobs) -> str | None:
     if not c.arch.starts_early:
         return "the arch starts no kernel before the last one ends"
     return _fault(c, k.grid, _TRIGGER)

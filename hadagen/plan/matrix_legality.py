@@ -46,7 +46,7 @@ MATRIX_RULES += [rule for rule in RULES if rule.last in ("stages", "ahead", "tri
 
 
 @MATRIX_RULES.rule("first")
-def _(c: Context, k: Knobs) -> str | None:
+def _matrix_may_come_first(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         if k.cluster > 1:
             return "where H comes first, a block has whole rows (cluster must be 1, or first matrix)"
@@ -63,7 +63,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @MATRIX_RULES.rule("fold")
-def _(c: Context, k: Knobs) -> str | None:
+def _fold_leaves_columns(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return "nothing is folded where H comes first (fold must be 0)" if k.fold else None
     if c.problem.transform.paired and k.fold:
@@ -80,7 +80,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @MATRIX_RULES.rule("products")
-def _(c: Context, k: Knobs) -> str | None:
+def _warps_share_products(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return None if k.products == TOGETHER else "all warps multiply what they have (products must be together)"
     if k.cluster > 1 and k.products in (IN_TURNS, AHEAD):
@@ -95,7 +95,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @MATRIX_RULES.rule("rows")
-def _(c: Context, k: Knobs) -> str | None:
+def _rows_fill_columns(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD:
         return None
     if k.rows * c.problem.length >> k.fold not in PRODUCT_COLUMNS:
@@ -114,7 +114,7 @@ _of_product("load", "cp_async")
 
 
 @MATRIX_RULES.rule("grid")
-def _(c: Context, k: Knobs) -> str | None:
+def _boxes_follow(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD or k.grid == ("tiles" if k.cluster > 1 else "persistent"):
         return None
     if k.cluster > 1:
@@ -123,26 +123,26 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @MATRIX_RULES.rule("stages")
-def _(c: Context, k: Knobs) -> str | None:
+def _boxes_are_staged(c: Context, k: Knobs) -> str | None:
     if k.first == HADAMARD or k.products not in (IN_TURNS, AHEAD) or k.stages > 1:
         return None
     return "a box is loaded while another one is multiplied (stages must be 2 or more, or products another)"
 
 
 @MATRIX_RULES.first_only("ahead")
-def _(c: Context, k: Knobs) -> str | None:
+def _clusters_prefetch_nothing(c: Context, k: Knobs) -> str | None:
     return "clusters are for few rows, which L2 has" if k.first == MATRIX_FIRST else None
 
 
 @MATRIX_RULES.rule("stages")
-def _(c: Context, k: Knobs) -> str | None:
+def _tiles_land_meanwhile(c: Context, k: Knobs) -> str | None:
     if k.products == AHEAD and k.stages < 3:
         return "a tile lands while the next one is multiplied and this one is transformed (stages must be 3 or more)"
     return None
 
 
 @MATRIX_RULES.rule("chunks")
-def _(c: Context, k: Knobs) -> str | None:
+def _chunks_have_columns(c: Context, k: Knobs) -> str | None:
     problem = c.problem
     if problem.io.input is DType.FLOAT32:
         return "an mma multiplies 16-bit values by a matrix (the dtype must be float16 or bfloat16)"
@@ -159,7 +159,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("rows")
 @_of_hadamard
-def _(c: Context, k: Knobs) -> str | None:
+def _rows_fill_operands(c: Context, k: Knobs) -> str | None:
     draft, tile = _draft(c, k)
     assert isinstance(tile, Multiplies)
     if k.rows < (least := tile.rows_at_once(draft)):
@@ -173,7 +173,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("slabs")
 @_of_hadamard
-def _(c: Context, k: Knobs) -> str | None:
+def _slabs_have_rows(c: Context, k: Knobs) -> str | None:
     draft, tile = _draft(c, k)
     assert isinstance(tile, Multiplies)
     if k.slabs > tile.operands_in_slab(draft):
@@ -187,7 +187,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.rule("exchange_carrier")
 @_of_hadamard
-def _(c: Context, k: Knobs) -> str | None:
+def _rounds_before_matrix(c: Context, k: Knobs) -> str | None:
     if c.problem.length == 1:
         last = "nothing follows the matrix but the store (exchange_carrier must be packed)"
         return last if k.exchange_carrier != PACKED else None
@@ -201,7 +201,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @MATRIX_RULES.rule("load")
-def _(c: Context, k: Knobs) -> str | None:
+def _matrix_load_is_possible(c: Context, k: Knobs) -> str | None:
     draft, tile = _draft(c, k)
     for why in tile.faults(draft, draft.steps.index(tile)):
         return why
@@ -213,12 +213,12 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @MATRIX_RULES.first_only("grid")
 @_of_hadamard
-def _(c: Context, k: Knobs) -> str | None:
+def _tiles_are_loaded_meanwhile(c: Context, k: Knobs) -> str | None:
     return "nothing is loaded for the next tile" if k.load != "bulk" else None
 
 
 @MATRIX_RULES.rule("min_blocks")
-def _(c: Context, k: Knobs) -> str | None:
+def _matrix_fits_registers(c: Context, k: Knobs) -> str | None:
     if k.first == MATRIX_FIRST:
         values = "the matrix and its sums do not fit the registers (fold or min_blocks must be another)"
         return c.beyond_limits(k, wide=False, values=values, fewer="stages")

@@ -30,7 +30,7 @@ OperandValues = Mapping[str, "NDArray[Any]"]
 # parts, come the eight entries of lane 0, 1, … 31, two for each word ("Matrix fragments for mma.m16n8k16", A, in the
 # PTX ISA).
 ENTRY_BYTES = {-1: 0xBC, 1: 0x3C}
-# With eight zeros behind it, such a byte is an entry times a power of two.
+# Shifted left by 8, the byte is ±1 times a power of two.
 ENTRY_FACTOR = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-7}
 
 

@@ -112,7 +112,7 @@ def _is_freed(x: torch.Tensor) -> bool:
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Whether x is no stand-in for a tensor, on the meta device or in a trace."""
+    """True if x is not a meta or fake tensor."""
     return not x.is_meta and not isinstance(x, FakeTensor)
 
 

@@ -51,7 +51,7 @@ def order_of(x: torch.Tensor, form: Format) -> list[int]:
 
 
 def shaped(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor) -> Results:
-    """Codes and scales like `outputs_of` x, of contiguous codes of rows in their order and their scales."""
+    """View contiguous codes and scales as `outputs_of` says."""
     of_codes, of_scales = outputs_of(x, form)
     codes = codes.as_strided(*of_codes[:2])
     return codes, scales if form.group == TENSOR else scales.as_strided(*of_scales[:2])

@@ -330,7 +330,7 @@ def _mxfp4_deepseek(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
 
 
 def _mxfp4_qutlass(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
-    """Codes are of three times the quotient, so that values are a third of code · scale."""
+    """Encode 3x / scale; a code decodes to code · scale / 3."""
     down = largest + _tensor(1e-8, x)
     scales, scaled = _by_powers(x, down.view(torch.int32) >> 23, down.isfinite())
     return scales, scaled * 3

@@ -307,8 +307,8 @@ def at_once(tasks: Sequence[Callable[[], Value]], stopped: Flag) -> list[Value]:
 
 
 class Summed:
-    """Hands the events of several searches to one listener, one at a time, and with the class of GPUs where there are
-    several. Counts are those of all searches together, and the first event comes when all have begun."""
+    """Serializes the events of several searches for one listener, and adds the class of GPUs if there are several.
+    Counts are those of all searches together, and the first event comes when all have begun."""
 
     def __init__(self, listen: Listener, searches: int) -> None:
         self._listen, self._searches = listen, searches

@@ -602,7 +602,7 @@ class Roundings:
     """How many roundings of normal values have the same error as all those of the steps so far."""
 
     count: float = 0.0
-    # How many values, rounded to `form`, each fp32 sum has; 0: many, or values times a scale.
+    # Terms per fp32 sum that are rounded to `form`; 0 if unknown.
     terms: int = 0
     form: str = ""
 
