@@ -113,7 +113,7 @@ def portfolio(trials: Iterable[Trial], loss: float = LOSS) -> dict[WinnerCell, T
 
 def portfolio_of(rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float = LOSS) -> dict[WinnerCell, Trial]:
     """`portfolio` of trials that were ranked already (`ranked_by_cell`)."""
-    winners = _few({cell: ranked for cell, ranked in rankings.items() if cell.is_bucket}, loss)
+    winners = _few_kernels({cell: ranked for cell, ranked in rankings.items() if cell.is_bucket}, loss)
     winners |= lacking_between(winners, rankings, loss)
     return dict(sorted((winners | portable_winners(winners, rankings, loss)).items()))
 
@@ -127,7 +127,7 @@ def portable_winners(
         for cell, trial in winners.items()
         if not _is_portable(trial)
     }
-    return _few({cell: ranked for cell, ranked in portable.items() if ranked}, loss)
+    return _few_kernels({cell: ranked for cell, ranked in portable.items() if ranked}, loss)
 
 
 # Destination → GPU → element count → kernel.
@@ -166,7 +166,7 @@ def invariant_arithmetic(
     return {problem: min(sorted(of), key=of.__getitem__) for problem, of in losses.items()}
 
 
-def _few(rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float) -> dict[WinnerCell, Trial]:
+def _few_kernels(rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float) -> dict[WinnerCell, Trial]:
     """A trial for each cell, from the kernels that `_cover` chooses for each problem."""
     problems: dict[tuple[Problem, str], list[Sequence[RankedTrial]]] = defaultdict(list)
     for cell, ranked in rankings.items():

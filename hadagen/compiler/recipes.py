@@ -194,7 +194,7 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
             )
         else:
             results[i] = kernel.cubin if known else kernel.ptx
-            _keep("recipes", _index_key(recipes[i], target), [key, name])
+            _keep_entry("recipes", _index_key(recipes[i], target), [key, name])
     return [results[i] for i in range(len(recipes))]
 
 
@@ -209,7 +209,7 @@ def verdict(image: bytes, problem: Problem, launch: LaunchSpec, gpu: str, driver
 
 def keep_verdict(image: bytes, problem: Problem, launch: LaunchSpec, gpu: str, driver: str, right: bool) -> None:
     """Keep a `verdict` for later processes."""
-    _keep("verdicts", _verdict_key(image, problem, launch, gpu, driver), right)
+    _keep_entry("verdicts", _verdict_key(image, problem, launch, gpu, driver), right)
 
 
 def _verdict_key(image: bytes, problem: Problem, launch: LaunchSpec, gpu: str, driver: str) -> str:
@@ -282,7 +282,7 @@ def _read(kind: str, place: str) -> Any:
     return None
 
 
-def _keep(kind: str, place: str, said: object) -> None:
+def _keep_entry(kind: str, place: str, said: object) -> None:
     with suppress(StorageError):  # it is only found anew
         _cache(kind, _ENTRY).store(place, {_ENTRY[0]: json.dumps(said).encode()}, {})
 

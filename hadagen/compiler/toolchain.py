@@ -105,7 +105,7 @@ class Toolchain:
             with self.cache.workspace() as folder:
                 stopped = stopped or Event()
                 built |= _each(lambda key: self._one(key, missing[key], arch, folder, stopped), missing, jobs, stopped)
-        return [self._result(built[key], source, arch) for key, source in keyed]
+        return [self._kernel_or_failure(built[key], source, arch) for key, source in keyed]
 
     def build_all(self, sources: Sequence[Source], arch: Arch, *, stopped: Event | None = None) -> list[Kernel]:
         """`build` for sources that must compile. Raises `ToolchainError` if one does not."""
@@ -171,7 +171,7 @@ class Toolchain:
             )
         return answer.passing
 
-    def _result(self, built: _Built, source: Source, arch: Arch) -> Kernel | BuildFailure | NotTried:
+    def _kernel_or_failure(self, built: _Built, source: Source, arch: Arch) -> Kernel | BuildFailure | NotTried:
         if isinstance(built, BuildFailure):
             return replace(built, entry=source.entry)
         if isinstance(built, NotTried):

@@ -17,7 +17,7 @@ from hadagen.problem.prologues import ARITHMETIC, Arithmetic, Prologue
 from hadagen.prologues import Gelu, GeluMul, Mul, Relu2, SiluMul
 
 
-class Before(NamedTuple):
+class KnownPrologue(NamedTuple):
     """Something that may run before a rotation: a formula, and the function that makes its value of `before=`, of the
     numbers in the formula by name, `numerics`, and `layout` of halves."""
 
@@ -32,7 +32,7 @@ def _clamped(g: torch.Tensor, u: torch.Tensor, limit: float, alpha: float, beta:
 
 # The first row that fits counts, so a part of a formula stands behind it.
 BEFORE = [
-    Before(value, Formula(function))
+    KnownPrologue(value, Formula(function))
     for value, function in (
         (SiluMul, lambda g, u: silu(g) * u),
         (SiluMul, lambda g, u: g * torch.sigmoid(g) * u),
@@ -102,7 +102,7 @@ _AMAX: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-class After(NamedTuple):
+class KnownQuantizer(NamedTuple):
     """A quantizer that is written in PyTorch and gives the same codes and scales as a format: the format, the type of
     its codes, and a formula for codes that are not yet of this type, and scales [..., 1]."""
 
@@ -113,6 +113,10 @@ class After(NamedTuple):
 
 _BY = _by_reciprocal, _by_scale
 AFTER = [
-    *(After("fp8-row", torch.float8_e4m3fn, Formula(partial(_of_rows, amax, by))) for amax in _AMAX for by in _BY),
-    *(After("fp8-tensor", torch.float8_e4m3fn, Formula(by)) for by in _BY),
+    *(
+        KnownQuantizer("fp8-row", torch.float8_e4m3fn, Formula(partial(_of_rows, amax, by)))
+        for amax in _AMAX
+        for by in _BY
+    ),
+    *(KnownQuantizer("fp8-tensor", torch.float8_e4m3fn, Formula(by)) for by in _BY),
 ]

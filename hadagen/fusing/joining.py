@@ -28,7 +28,7 @@ from hadagen.fusing.graphs import (
     why_not_moved,
 )
 from hadagen.fusing.matching import Found
-from hadagen.fusing.steps import Options, Step, rotated_by, step_of, why_without_kernel
+from hadagen.fusing.steps import FusedCall, Options, rotated_by, step_of, why_without_kernel
 from hadagen.problem.formats import Format
 from hadagen.prologues import Mul
 from hadagen.runtime.checks import QUANTIZED
@@ -104,7 +104,7 @@ def _used_elsewhere(chain: Sequence[Node]) -> str | None:
 
 
 def _put(
-    of: Step, x: Node, views: Sequence[Node], before: Node, results: Callable[[Node], dict[Node, Node]]
+    of: FusedCall, x: Node, views: Sequence[Node], before: Node, results: Callable[[Node], dict[Node, Node]]
 ) -> Node | None:
     """Put a step of these views of x into the graph, and return its node. None if its results would lie in memory in
     another order.
@@ -128,19 +128,21 @@ def _put(
     return place
 
 
-def _result(node: Node, at: int) -> Node:
+def _result_node(node: Node, at: int) -> Node:
     return made(node, operator.getitem, [node, at])
 
 
 # ---- rotation → quantizer --------------------------------------------------------------------------------------------
-def _quantized(rotation: Step, options: Options) -> Step:
+def _quantized(rotation: FusedCall, options: Options) -> FusedCall:
     """A rotation, and a quantizer with these options of its rounded rows."""
     asked, both = rotation.options, rotation.options.batch_invariant or options.batch_invariant
     named: dict[str, Any] = {name: getattr(options, name) for name in ("to", "group", "rule", "layout", "tensor_scale")}
     return rotation._replace(options=asked._replace(batch_invariant=both, round_first=True, **named))
 
 
-def _why_not_quantized(rotation: Step, rows: Node, views: Sequence[Node], options: Options, to: torch.dtype) -> Any:
+def _why_not_quantized(
+    rotation: FusedCall, rows: Node, views: Sequence[Node], options: Options, to: torch.dtype
+) -> Any:
     """Why a quantizer, of values of the type `to`, cannot follow in one operator; None if it can."""
     dtype = value_of(rows).dtype
     if dtype not in QUANTIZED:
@@ -224,7 +226,7 @@ def _why_not_computed(found: Found, codes: Node, scale: Node, rows: Node) -> str
 
 
 def _put_for(
-    codes: Node, scale: Node, form: Format, rotation: Step, options: Options, views: Sequence[Node], found: Found
+    codes: Node, scale: Node, form: Format, rotation: FusedCall, options: Options, views: Sequence[Node], found: Found
 ) -> Node | None:
     """Put a rotation with a quantizer in the place of the nodes of a formula. Returns what `_put` does."""
     if not form.needs_scale:
@@ -232,13 +234,13 @@ def _put_for(
         first = min(found.nodes, key=order.__getitem__)  # as scales may be used before the codes
 
         def both(new: Node) -> dict[Node, Node]:
-            return {codes: _result(new, 0), scale: made(new, _aten.unsqueeze.default, [_result(new, 1), -1])}
+            return {codes: _result_node(new, 0), scale: made(new, _aten.unsqueeze.default, [_result_node(new, 1), -1])}
 
         return _put(_quantized(rotation, options), rotation.x, views, first, both)
     with codes.graph.inserting_before(codes):
         given = made(scale, _aten.reshape.default, [scale, []])
     step = _quantized(rotation, options._replace(tensor_scale=given))
-    place = _put(step, rotation.x, views, codes, lambda new: {codes: _result(new, 0)})
+    place = _put(step, rotation.x, views, codes, lambda new: {codes: _result_node(new, 0)})
     erase(given)
     return place
 
@@ -254,7 +256,7 @@ def _with_formula(node: Node) -> Joined | None:
     first = None
 
     def results(new: Node) -> dict[Node, Node]:
-        return {node: _result(new, 0) if isinstance(value_of(node), torch.Tensor) else new}
+        return {node: _result_node(new, 0) if isinstance(value_of(node), torch.Tensor) else new}
 
     for row in BEFORE:
         for found in row.formula.find(product):
@@ -301,7 +303,7 @@ def _widened(x: Node) -> Node:
     return x
 
 
-def _why_not_before(found: Found, x: Node, views: Sequence[Node], step: Step) -> str | None:
+def _why_not_before(found: Found, x: Node, views: Sequence[Node], step: FusedCall) -> str | None:
     dtype, taken = value_of(x).dtype, value_of(step.x).dtype
     if dtype not in QUANTIZED or dtype != taken:
         return f"x is {dtype}, and what comes after takes {taken}"

@@ -53,7 +53,7 @@ class Options(NamedTuple):
         return ["rotation"] * self.rotates + [self.to] * bool(self.to)
 
 
-class Step(NamedTuple):
+class FusedCall(NamedTuple):
     """A call of an operator of hadagen.
 
     node: the call, of which `result` is the first tensor. x: what it takes. before: the text of its prologue, or "".
@@ -83,7 +83,7 @@ class Step(NamedTuple):
         return made(self.node, NEW, [x, *self.options])
 
 
-def step_of(node: Node) -> Step | None:
+def step_of(node: Node) -> FusedCall | None:
     """The call that a node is; None if it is another one."""
     if node.op != "call_function":
         return None
@@ -95,23 +95,23 @@ def step_of(node: Node) -> Step | None:
             signs, signs_after = signs_after, signs
         elif transposed:
             fault = "it is the inverse of a rotation with a matrix"
-        return Step(node, x, Options(matrices, orders, signs, signs_after, n, swapped, *asked), "", fault)
+        return FusedCall(node, x, Options(matrices, orders, signs, signs_after, n, swapped, *asked), "", fault)
     if target is HADAMARD.functional:
         x, *asked = arguments(node)
         n = columns_of(x) or 0
         fault = None if n and n & (n - 1) == 0 else "its rows are padded, or their length is open"
-        return Step(node, x, Options(None, [1], None, None, n, False, *asked), "", fault)
+        return FusedCall(node, x, Options(None, [1], None, None, n, False, *asked), "", fault)
     if target is NEW:
         x, *asked = arguments(node)
-        return Step(node, x, Options(*asked))
+        return FusedCall(node, x, Options(*asked))
     if target is OPERATOR:
         tensors, before, *asked = arguments(node)
         fault = "its prologue has tensors of its own" if len(tensors) > 1 else None
-        return Step(node, tensors[0], Options(*asked), before, fault)
+        return FusedCall(node, tensors[0], Options(*asked), before, fault)
     return None
 
 
-def rotated_by(node: Node) -> Step | None:
+def rotated_by(node: Node) -> FusedCall | None:
     """The call that a node is the rotated rows of; None if it is no such rows."""
     if node.target is operator.getitem and node.args[1] == 0 and isinstance(node.args[0], Node):
         step = step_of(node.args[0])

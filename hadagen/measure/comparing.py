@@ -82,7 +82,7 @@ class Comparer:
                 for cell, (sample,) in zip(cells, self._stopwatch.time(turns), strict=True):
                     screened[cell][i] = sample.us
             results = (
-                self._result(choice, works, right, screened) if choice.chosen in right else None
+                self._choice_result(choice, works, right, screened) if choice.chosen in right else None
                 for choice in request.choices
             )
             return Ranking(answers, tuple(results))
@@ -137,7 +137,7 @@ class Comparer:
             {name: us for name, us in found.items() if isinstance(name, str)},
         )
 
-    def _result(
+    def _choice_result(
         self,
         choice: Choice,
         works: dict[Cell, Work],

@@ -180,7 +180,7 @@ class Study:
         name = f"{self.problem.key} on {space.arch.name}, {device}, ranges {zlib.crc32(repr(ranges).encode()):08x}"
         self._mirror = mirror
         self.mirrored = mirror.study(name) if mirror else None
-        results = {knobs: self._result(knobs, trial) for knobs, trial in known.items()}
+        results = {knobs: self._frozen_trial(knobs, trial) for knobs, trial in known.items()}
         for result in results.values():
             self._study.add_trial(result)
         if mirror and self.mirrored:
@@ -255,7 +255,7 @@ class Study:
     def tell(self, trial: Trial) -> FrozenTrial:
         """Learn from the trial of knobs that were asked for. Returns what Optuna's tables hold of it."""
         knobs = Knobs.from_dict(trial.knobs)
-        asked, result = self._asked.pop(knobs), self._result(knobs, trial)
+        asked, result = self._asked.pop(knobs), self._frozen_trial(knobs, trial)
         if asked:
             for name, value in result.constraints.items():
                 asked.set_constraint(name, value)
@@ -277,7 +277,7 @@ class Study:
         if knobs is None or knobs in self._asked or knobs in self._told:
             return False
         self._elsewhere.discard(knobs)
-        self._study.add_trial(self._result(knobs, trial))
+        self._study.add_trial(self._frozen_trial(knobs, trial))
         self._told.add(knobs)
         note_best(self.best_by_cell, trial)
         return True
@@ -307,7 +307,7 @@ class Study:
                 return knobs
         raise LookupError(f"all legal knobs of {self.problem.key} were tried")
 
-    def _result(self, knobs: Knobs, trial: Trial) -> FrozenTrial:
+    def _frozen_trial(self, knobs: Knobs, trial: Trial) -> FrozenTrial:
         """The trial as Optuna takes it. A failed trial is pruned and breaks a constraint, from which TPE learns."""
         params: dict[str, Any] = {"params": knobs.to_dict(), "distributions": self._ranges}
         if trial.outcome is Outcome.OK:
