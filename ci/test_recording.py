@@ -701,7 +701,10 @@ def test_what_is_recorded_can_be_replayed(tmp_path: Path, monkeypatch: pytest.Mo
     assert [search["curve"][-1] for search in replayed["searches"].values()] == [1.0, 1.0]
 
 
-def test_every_line_fits(terminal: None, machine: None, fake_gpu: None, tmp_path: Path) -> None:
+def test_every_line_of_a_replay_fits(terminal: None) -> None:
+    fits(run("replay", min(SHIPPED.glob("*.gz")), "--seeds", "1"))
+
+
+def test_every_line_of_a_recording_fits(terminal: None, machine: None, fake_gpu: None, tmp_path: Path) -> None:
     fits(run("record", "--dry-run", "--n", "2-4"))
     fits(run("record", *SMALL, "--contiguous", "--only", "warps=2", "--out", tmp_path / "recordings"))
-    fits(run("replay", min(SHIPPED.glob("*.gz")), "--seeds", "1"))

@@ -57,25 +57,41 @@ def test_a_process_that_provides_them_imports_them() -> None:
     assert json.loads(found) == {**IS_PROVIDED, "arguments": []}
 
 
-def test_a_program_and_its_processes_import_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (("parent.py",), []),
+        (("program.py", "a", "--b"), ["a", "--b"]),
+        (("-m", "program"), []),
+    ],
+)
+def test_a_program_and_its_processes_import_them(
+    command: tuple[str, ...], arguments: list[str], tmp_path: Path
+) -> None:
     program, parent = tmp_path / "program.py", tmp_path / "parent.py"
     program.write_text(PROGRAM, encoding="utf-8")
     parent.write_text(
         f"import subprocess, sys\nsys.exit(subprocess.run([sys.executable, {str(program)!r}]).returncode)", "utf-8"
     )
-    for command, arguments in (((program, "a", "--b"), ["a", "--b"]), ((parent,), []), (("-m", "program"), [])):
-        done = run("-m", "hadagen.compat", *command, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout) == {**IS_PROVIDED, "arguments": arguments}
+    done = run("-m", "hadagen.compat", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {**IS_PROVIDED, "arguments": arguments}
+
+
+def test_a_function_that_they_lack_is_an_attribute_error() -> None:
     done = run("-m", "hadagen.compat", sys.executable, "-c", "import fast_hadamard_transform as f; f.x")
     assert "has no attribute 'x'" in done.stderr
 
 
-def test_an_installed_original_stays_unless_it_is_replaced(original: Path, tmp_path: Path) -> None:
-    show = "import fast_hadamard_transform as f; print(f.__file__)"
-    stays, replaced = provided(show), provided(show, "replace=True")
-    assert stays.stdout.splitlines() == ["('faster_hadamard_transform',)", str(original)]
-    assert "provided" in replaced.stdout.splitlines()[1]
+SHOW = "import fast_hadamard_transform as f; print(f.__file__)"
+
+
+def test_an_installed_original_stays(original: Path) -> None:
+    assert provided(SHOW).stdout.splitlines() == ["('faster_hadamard_transform',)", str(original)]
+
+
+def test_an_installed_original_is_replaced_if_asked(original: Path, tmp_path: Path) -> None:
+    assert "provided" in provided(SHOW, "replace=True").stdout.splitlines()[1]
     late = run("-c", "import fast_hadamard_transform, hadagen.compat; hadagen.compat.provide(replace=True)")
     assert f"UsageError: fast_hadamard_transform is imported already, from {original}; call" in late.stderr
     refused = run("-m", "hadagen.compat", "-m", "json.tool")
@@ -83,7 +99,7 @@ def test_an_installed_original_stays_unless_it_is_replaced(original: Path, tmp_p
         1,
         f"fast_hadamard_transform is installed, at {original}; --replace takes its place\n",
     )
-    (tmp_path / "show.py").write_text(show, encoding="utf-8")
+    (tmp_path / "show.py").write_text(SHOW, encoding="utf-8")
     assert "provided" in run("-m", "hadagen.compat", "--replace", tmp_path / "show.py").stdout
 
 

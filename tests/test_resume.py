@@ -208,7 +208,7 @@ def open_together(path: Path, all_here: Barrier) -> None:
 
 
 def test_processes_that_begin_together_share_a_new_database(tmp_path: Path) -> None:
-    assert exit_codes(open_together, tmp_path / "trials.db", processes.Barrier(8), count=8) == [0] * 8
+    assert exit_codes(open_together, tmp_path / "trials.db", processes.Barrier(4), count=4) == [0] * 4
 
 
 def test_optuna_gets_the_trials_that_its_tables_lack(store: Store, tmp_path: Path) -> None:
