@@ -41,15 +41,15 @@ def _one_of(values: Iterable[str | None]) -> click.Choice[str]:
     type=_one_of((*WEIGHTS, AUTO)),
     default=Scheme.weights,
     show_default=True,
-    help="Codes of weights, with a scale for each row; int4 has one for each group of up to 128 elements; auto has the "
-    "codes of 8 bits that suit the GPU of this machine.",
+    help="Codes of weights, with a scale for each row; int4 also has a factor for each group of up to 128 elements; auto "
+    "has the codes of 8 bits that suit the GPU of this machine.",
 )
 @click.option(
     "--activations",
     type=_one_of((Scheme.activations, *ACTIVATIONS)),
     default=Scheme.activations,
     show_default=True,
-    help="Format of activations; auto has the codes of the weights, int8 for int4, with a scale for each row.",
+    help="Format of activations; auto has the codes of the weights, int8 for 4 bits, with a scale for each row.",
 )
 @click.option(
     "--rotation",
@@ -77,7 +77,7 @@ def _one_of(values: Iterable[str | None]) -> click.Choice[str]:
     "--calibrate",
     type=_FOLDER,
     metavar="FILE",
-    help="Text in UTF-8, for the scales of fp8-tensor, and to round int4 by GPTQ.",
+    help="Text in UTF-8, for the scales of fp8-tensor, and to round weights of 4 bits by GPTQ.",
 )
 @click.option("--device", default="cpu", show_default=True, help="Where to rotate and quantize, such as cuda.")
 def quantize(

@@ -40,7 +40,7 @@ def or_product(command: Callable[..., None]) -> Callable[..., None]:
     of_problem = options.problem(command)
 
     @click.option("--product", type=_Product(), metavar=_METAVAR, help="A product: rows of N by a weight [OUT, N].")
-    @click.option("--weights", type=_WEIGHTS, default="int8", show_default=True, help="Codes of --product.")
+    @click.option("--weights", type=_WEIGHTS, default="int8", show_default=True, help="Codes of the weight of --product.")
     @functools.wraps(of_problem)
     def either(*, product: tuple[int, int] | None, weights: str, **others: Any) -> None:
         if product is None:

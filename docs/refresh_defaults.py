@@ -19,8 +19,7 @@ import refresh_files as files
 
 WEIGHTS = ("int8", "fp8", "int4", "int4-row")
 ROTATIONS = (None, "quarot", "blocks")  # the one with the fewest kernels in each pass first
-# The least compute capability of a class of GPUs → the codes of 8 bits that vLLM multiplies there. Of those from sm100
-# on, it dequantizes INT8.
+# The least compute capability of a class of GPUs → the codes of 8 bits that vLLM's own kernels multiply there.
 GPUS: dict[int, tuple[str, ...]] = {0: (), 75: ("int8",), 89: ("int8", "fp8"), 100: ("fp8",)}
 MOST_TIME = 1.05
 Losses = list[float]

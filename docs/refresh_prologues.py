@@ -194,7 +194,7 @@ def _passes(rows: list[dict[str, Any]]) -> str:
         is_rotated = model != plain and plain in models
         cost = f"{max(ms[model, each] / ms[plain, each] - 1 for each in passes):.1%}" if is_rotated else "–"
         table.append([model, *cells, cost])
-    heads = ["ms, then times as fast", *passes, *passes, "rotation costs at most"]
+    heads = ["", *(f"{each}, ms" for each in passes), *(f"{each}, ×" for each in passes), "rotation costs at most"]
     return grid("l" + "r" * (2 * len(passes) + 1), heads, table)
 
 

@@ -2,7 +2,7 @@
 
     python examples/decoder.py                      # on a GPU: a table of milliseconds
     python examples/decoder.py --json decoder.json  # and all numbers in a file
-    python examples/decoder.py --compile            # with torch.compile, beside bfloat16 with it
+    python examples/decoder.py --compile            # also with torch.compile, beside bfloat16 with it
     python examples/decoder.py check                # on any device, with a small model: errors against float32
 
 The weights are random. Each pass runs in a CUDA graph, and ends with the logits of the last token of each sequence:
@@ -90,7 +90,7 @@ def measured(shape: Shape, compiled: bool) -> list[dict[str, Any]]:
         times = found[name, title]
         spread = {"ms": median(times), "low": min(times), "high": max(times)}
         rows.append({"model": name, "pass": title, "compiled": compiled} | spread)
-        print(f"{name:13} {title:16} {rows[-1]['ms']:8.3f} ms", flush=True)
+        print(f"{name:13} {title:16} {rows[-1]['ms']:8.3f} ms{', compiled' * compiled}", flush=True)
     return rows
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time passes through layers of Llama-3-8B's size.")
     parser.add_argument("command", nargs="?", choices=("measure", "check"), default="measure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the times to a file")
-    parser.add_argument("--compile", action="store_true", help="compile the models")
+    parser.add_argument("--compile", action="store_true", help="measure compiled models too")
     options = parser.parse_args()
     with torch.inference_mode():
         if options.command == "check":
@@ -122,7 +122,7 @@ def main() -> None:
             return
         if not torch.cuda.is_available():
             raise SystemExit("there is no GPU to measure; on a CPU, run: python examples/decoder.py check")
-        rows = measured(Shape(), options.compile)
+        rows = [row for compiled in {False, options.compile} for row in measured(Shape(), compiled)]
     if options.json:
         write(options.json, hadagen, torch, transformers, rows=rows)
 

@@ -302,7 +302,7 @@ REFUSED = ("permuted", "newer", "unknown", "longer", "mixed", "ignored", "change
 
 def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
     transformed(tmp_path / "permuted", randomize=True)
-    quantized(tmp_path / "newer", "fp8", "fp8-row", version=3)
+    quantized(tmp_path / "newer", "fp8", "fp8-row", version=4)
     quantized(tmp_path / "unknown", "fp8", "fp8-row", activations="int3-row")
     quantized(tmp_path / "longer", "fp8", "fp8-row", online={"down_proj": {"n": 384, "block": None}})
     quantized(tmp_path / "mixed", "fp8", "fp8-row", "quarot", ("lm_head", "up_proj"))
@@ -315,7 +315,7 @@ def test_what_hadagen_cannot_compute_is_refused(tmp_path: Path) -> None:
     plain, again, split, blocks = found["layers"]
     assert found["dummy"] == [""]
     assert permuted.startswith("UsageError: the transform R4 has randomize=true")
-    assert "version 3; this hadagen reads version 2, so update hadagen" in newer
+    assert "version 4; this hadagen reads version 3, so update hadagen" in newer
     assert "activations = 'int3-row' is not known" in unknown
     assert "has online = {'down_proj': (384, None)}, but rotation 'quarot' of this model needs" in longer
     assert "up_proj.weight has the type F8_E4M3; quantize the model again, for F16" in ignored

@@ -12,7 +12,8 @@ from hadagen.models.defaults import rotation_for
 if TYPE_CHECKING:
     from hadagen.runtime.rotation import Rotation
 
-METHOD, VERSION = "hadagen", 2  # in the `quantization_config` of a checkpoint
+METHOD, VERSION = "hadagen", 3  # in the `quantization_config` of a checkpoint
+_SAME_OF_8_BITS = 2  # an earlier version, in which only codes of 4 bits lie otherwise
 # The codes of weights → the format of activations that goes with them. With 8 bits, weights have the same format.
 WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row", "int4": "int8-row", "int4-row": "int8-row"}
 GROUPS = {"int4": 128, "int4-row": None}  # of weights of 4 bits: the most elements of a row with one scale; None: all
@@ -100,7 +101,8 @@ class Scheme:
             raise UsageError(
                 f"quantization_config = {shown(data)} is not of hadagen; its quant_method must be {METHOD}"
             )
-        if data.get("version") != VERSION:
+        is_same = data.get("version") == _SAME_OF_8_BITS and data.get("weights") not in GROUPS
+        if data.get("version") != VERSION and not is_same:
             raise UsageError(
                 f"quantization_config has version {shown(data.get('version'))}; this hadagen reads version {VERSION}, "
                 "so update hadagen or quantize the model again"
