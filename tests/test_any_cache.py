@@ -130,6 +130,22 @@ class Attention:
         key, value = cache.update(x, x, 0)
         return x @ key @ value
 
+    def keeps_some(self: Any, x: Any, cache: Any) -> Any:
+        key, value = x, x
+        if cache is not None and self.layer < 3:
+            key, value = cache.update(key, value, 0)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)  # type: ignore[name-defined] # noqa: F821
+        return interface(self, x, key, value)
+
+    def keeps_own(self: Any, x: Any, cache: Any, shared: Any) -> Any:
+        key, value = x, x
+        if shared is not None:
+            key, value = shared
+        elif cache is not None:
+            key, value = cache.update(key, value, 0)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)  # type: ignore[name-defined] # noqa: F821
+        return interface(self, x, key, value)
+
     def keeps_none(self: Any, x: Any, cache: dict[str, Any]) -> Any:
         cache.update(x)
         return x

@@ -43,9 +43,8 @@ def joined(parent: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_joined_layers_give_the_same_in_any_order(scheme: str, bias: bool) -> None:
     apart = attention(SCHEMES[scheme], bias=bias)
-    together = joined(apart)
     for order in permutations(NAMES):
-        x = torch.randn(3, 5, 48)
+        together, x = joined(apart), torch.randn(3, 5, 48)
         for name in (*order, order[0]):
             assert torch.equal(getattr(together, name)(x), getattr(apart, name)(x)), (order, name)
 
@@ -56,13 +55,24 @@ def test_a_changed_input_is_multiplied_again() -> None:
     together.q_proj(x)
     x.mul_(2)
     assert torch.equal(together.k_proj(x), apart.k_proj(x))
+    together = joined(apart)
     together.q_proj(x)
     first, second = together.v_proj(x), together.v_proj(x)
     first.zero_()
     assert torch.equal(second, apart.v_proj(x))
+    together = joined(apart)
     together.q_proj(x)
     assert torch.equal(together.half().k_proj(x), apart.k_proj(x))
     assert together.q_proj._of_all is None, "outputs of before a move are not kept"
+
+
+def test_layers_whose_outputs_are_not_all_taken_are_joined_no_more() -> None:
+    apart = attention(SCHEMES["int8"])
+    together, x = joined(apart), torch.randn(4, 48)
+    for _ in range(2):  # of which the second call finds what the first one left
+        assert torch.equal(together.q_proj(x), apart.q_proj(x))
+    assert together.q_proj._of_all is None, "nothing is kept"
+    assert torch.equal(together.v_proj(x), apart.v_proj(x))
 
 
 def test_threads_share_layers() -> None:

@@ -127,6 +127,12 @@ class MLP(torch.nn.Module):
             gate = torch.where(gate > gate.mean(-1, True), gate, 0)
         hidden = silu(gate) * up * (1.01 if self.change == "multiplier" else 1)
         y = self.down_proj(dropout(hidden, 0.1, self.training) if self.change == "dropout" else hidden)
+        if self.change == "of_float16" and y.dtype == torch.float16:
+            y = y.clamp(-3, 3)
+        if self.change == "in_training" and self.training:
+            y = 2 * y
+        if self.change == "bounded":
+            y = y.clamp(-65504, 65504)
         return y + x if self.change == "residual" else y
 
 
@@ -143,7 +149,11 @@ def test_an_mlp_that_a_prologue_computes_is_replaced(change: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["multiplier", "sparse", "input", "dropout", "residual", "parameter", "child", "hook"]
+    "change",
+    [
+        *("multiplier", "sparse", "input", "dropout", "residual", "parameter", "child", "hook"),
+        *("of_float16", "in_training", "bounded"),
+    ],
 )
 def test_an_mlp_that_computes_anything_else_stays(change: str) -> None:
     model = torch.nn.ModuleDict({"mlp": MLP(change).eval()})

@@ -13,11 +13,11 @@ from command_line import run, sentence, succeed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hadagen import rotate_quantize
-from hadagen.errors import DeviceError, SlowPathWarning, StorageError
+from hadagen.errors import DeviceError, SlowPathWarning, StorageError, TensorError
 from hadagen.models.layers import codes_of
 from hadagen.models.products import choice, operator, providers
 from hadagen.models.products.choice import choose, keep
-from hadagen.models.products.library import unpacked
+from hadagen.models.products.library import with_int8_weight
 from hadagen.models.products.operands import Operands
 from hadagen.models.products.operator import multiply_codes
 from hadagen.models.scheme import WEIGHTS
@@ -209,6 +209,28 @@ def test_no_rows_and_fake_tensors() -> None:
     assert (made.shape, made.dtype) == ((6, 32), torch.float16)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_rows_of_another_length_are_refused(kind: str) -> None:
+    given = operands(kind, n=128)
+    longer = given._replace(codes=torch.zeros(6, 256, dtype=torch.int8))
+    for call in (multiply_codes, torch.ops.hadagen.multiply_codes):
+        with pytest.raises(TensorError, match=r"rows have the shape \[6, 256\]; the weight takes \[rows, 128\]"):
+            call(*longer)
+
+
+def test_weights_of_4_bits_that_are_not_aligned_are_copied(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take several codes of a row at once."""
+    given = operands("int4", n=256)
+    assert given.factors is not None
+    memory = torch.empty(given.weight.numel() + 1, dtype=torch.uint8)[1:].view_as(given.weight).copy_(given.weight)
+    seen = []
+    monkeypatch.setattr(operator, "run", lambda name, of: seen.append(of.weight.data_ptr()) or torch.zeros(()))
+    torch.ops.hadagen.multiply_codes(*given._replace(weight=memory))
+    assert memory.data_ptr() % 16
+    assert not seen[0] % 16
+    assert not providers.fits(providers.UNPACK, torch.uint8, 4097, 64)
+
+
 def test_the_operator_is_one_of_pytorch() -> None:
     torch.library.opcheck(torch.ops.hadagen.multiply_codes.default, without_rows(operands("int4", n=128)))
 
@@ -251,7 +273,7 @@ def test_all_providers_give_the_same_values(kind: str, rows: int, n: int, out: i
     tried = 0
     for of, dtype, added in product(inputs, (*HALVES, torch.float32), (None, bias)):
         asked = of._replace(dtype=dtype, bias=None if added is None else added.to(dtype))
-        sums = of.codes.double() @ unpacked(of).weight.double().T  # exact for INT8
+        sums = of.codes.double() @ with_int8_weight(of).weight.double().T  # exact for INT8
         scaled = sums.float() * (1 if of.scales is None else of.scales) * of.weight_scale.T
         rounded = scaled.to(dtype) if asked.bias is None else scaled.to(dtype) + asked.bias
         for name in providers.NAMES:

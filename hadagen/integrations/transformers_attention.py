@@ -34,6 +34,8 @@ def takes_codes(function: Callable[..., Any], functions: str) -> bool:
     if len(updates) != 1 or len(attention) != 1 or len(updates[0].targets) != 1:
         return False
     update: Any = updates[0]
+    if not all(_is_with_cache(node, update) for node in nodes if isinstance(node, _BRANCHES) and update in _all(node)):
+        return False
     names = [_name(each) for each in getattr(update.targets[0], "elts", ())]
     given = [_name(each) for each in attention[0].args[:4]]  # self, queries, keys, values
     if len(names) != 2 or given[:1] + given[2:] != ["self", *names]:
@@ -44,6 +46,19 @@ def takes_codes(function: Callable[..., Any], functions: str) -> bool:
     known += [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in _METHODS]
     others = [node for node in reads if node.id == CACHE and node not in known]
     return _name(update.value.func.value) == CACHE and not others and len(after) == 2
+
+
+_BRANCHES = ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match
+
+
+def _is_with_cache(branch: Any, update: ast.AST) -> bool:
+    """Whether a branch runs an update whenever there is a cache, because queries are rotated whenever there is one."""
+    is_if = isinstance(branch, ast.If) and ast.unparse(branch.test) == f"{CACHE} is not None"
+    return is_if and any(update in _all(each) for each in branch.body)
+
+
+def _all(node: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(node))
 
 
 def _found_in(nodes: list[ast.AST], functions: str) -> set[str]:

@@ -26,7 +26,7 @@ from hadagen.runtime.checks import plain
 from hadagen.runtime.rotation import Rotation
 
 _FILLED = "_hadagen_codes"  # an attribute of layers of a cache: the format of the codes, and whether keys are rotated
-_LENGTHS = ("head_dim", "head_size", "v_head_dim")  # attributes of attention
+_LENGTHS = ("head_dim", "head_size", "qk_head_dim", "v_head_dim")  # attributes of attention
 _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"  # where the forward of attention finds the function that it calls
 
 

@@ -96,6 +96,7 @@ class QuantizedExperts(FusedMoEMethodBase):  # type: ignore[misc]
         super().__init__(moe)
         self.prefix, self.scheme, self.first, self.last = prefix, scheme, first, last
         self.before: Prologue | None = None
+        self.prepared: set[int] = set()  # the numbers of tokens with which an expert has run
         self.activate: Callable[[torch.Tensor], torch.Tensor] = torch.nn.Identity()
         if scheme.activations and moe.activation.value == "silu":
             self.before = prologues.SiluMul()
@@ -152,7 +153,9 @@ class QuantizedExperts(FusedMoEMethodBase):  # type: ignore[misc]
 
     def sum_of(self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """What `apply` returns."""
-        experts = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+        experts = topk_ids
+        if layer.expert_map is not None:
+            experts = torch.where(topk_ids < 0, -1, layer.expert_map[topk_ids.long().clamp(min=0)])
         is_in_graph = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         add = self.add_all if is_in_graph else self.add_chosen
         sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -167,6 +170,9 @@ class QuantizedExperts(FusedMoEMethodBase):  # type: ignore[misc]
         experts: their indices in this rank, [tokens, k]; -1 for those of other ranks. shares: of each of these.
         """
         given = self._of_input(x, layer.w13_rotation)
+        if x.device.type == "cuda" and len(x) not in self.prepared:  # for `add_all`, which may not compile kernels
+            self.prepared.add(len(x))
+            self._of_expert(layer, 0, given, x.dtype)
         for at in torch.unique(experts).tolist():
             if 0 <= at < layer.local_num_experts:
                 token, rank = torch.where(experts == at)

@@ -285,8 +285,8 @@ def _made(folding: Folding, stored: Checkpoint, name: str) -> Iterator[tuple[str
         tensor = finite(made, folding.fold(made, stored.get))
         module, _, part = made.rpartition(".")
         if part == "weight" and folding.scheme.is_quantized(module):
-            for part, made_part in codes_of(module, tensor.float(), folding.scheme.weights).items():
-                yield f"{module}.{part}", made_part.cpu()
+            for name_of_part, codes in codes_of(module, tensor.float(), folding.scheme.weights).items():
+                yield f"{module}.{name_of_part}", codes.cpu()
         else:
             yield made, finite(made, tensor.to("cpu", stored.get(name).dtype).contiguous())
 

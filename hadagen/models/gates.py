@@ -21,29 +21,36 @@ from hadagen.problem.prologues import LAYOUTS, Prologue
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 _GELUS = ("none", "tanh", "quick")
 _ROWS, _COLUMNS, _SEED = 16, 64, 0
+_ERRORS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative; codes may round between steps
+_MOST_OF_HALF = 100.0  # whose products float16 holds
 
 
 def of_function(function: Callable[[torch.Tensor], torch.Tensor], holder: Any, width: int) -> Prologue | None:
     """The prologue that a function computes; None if it computes anything else.
 
-    function: takes float32 [rows, width · m], and returns [rows, m]. holder: the module that has its numbers, such as
+    function: takes [rows, width · m] of any type, and returns [rows, m] of this type. holder: the module that has its numbers, such as
     a limit. width: 2 if the function multiplies an activation of one half of a row by the other half, else 1.
     """
-    x = _numbers(width)
-    try:
-        with torch.no_grad():
-            found = function(x.clone())
-    except Exception:  # the code may be anyone's
-        return None
-    if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != ((_ROWS, _COLUMNS), x.dtype):
-        return None
-    for each in _candidates(holder, width):
+    results = []
+    for dtype, error in _ERRORS.items():  # code may depend on the type
+        x = _numbers(width, dtype)
+        try:
+            with torch.no_grad():
+                found = function(x.clone())
+        except Exception:  # the code may be anyone's
+            return None
+        if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != ((_ROWS, _COLUMNS), dtype):
+            return None
+        results.append((x, found.float(), error))
+
+    def is_alike(each: Prologue, x: torch.Tensor, found: torch.Tensor, error: float) -> bool:
         parts = each.parts(x)
-        wanted = each.results(parts, {}, x.dtype)["x"]
-        bound = 1e-5 * (1 + parts.abs()).prod(0) if width > 1 else 1e-5 * (1 + x.abs())
-        if bool(((found - wanted).abs() <= bound).all()):
-            return each
-    return None
+        wanted = each.results(parts, {}, x.dtype)["x"].float()
+        bound = (1 + parts.float().abs()).prod(0) if width > 1 else 1 + wanted.abs()
+        return bool(((found - wanted).abs() <= error * bound).all())
+
+    alike = (each for each in _candidates(holder, width) if all(is_alike(each, *result) for result in results))
+    return next(alike, None)
 
 
 def of_mlp(module: torch.nn.Module, names: Sequence[str], width: int) -> Prologue | None:
@@ -58,21 +65,27 @@ def of_mlp(module: torch.nn.Module, names: Sequence[str], width: int) -> Prologu
     held += [tensor for each in others.values() for tensor in (*each.parameters(), *each.buffers())]
     if held or module._forward_hooks or module._forward_pre_hooks or not _takes_one(module):
         return None
-    taken: list[torch.Tensor] = []
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        given = torch.empty(_ROWS, 1, device="cpu")
+    def run(x: torch.Tensor, is_training: bool) -> torch.Tensor:
+        given = torch.arange(1, _ROWS + 1, dtype=x.dtype, device="cpu")[:, None]  # not 0, so that sums with it are seen
+        taken: list[torch.Tensor] = []
         stubs: dict[str, Any] = {last: _Stub(taken)}
         for name, part in zip(firsts, x.chunk(len(firsts), -1), strict=True):
             stubs[name] = _Stub(taken, given, part)
         made = copy.copy(module)
         made._modules = copy.deepcopy(others) | stubs
-        found = type(module).forward(made.train(), given)  # so that dropout, which a prologue has not, is seen
+        found = type(module).forward(made.train(is_training), given)
         if len(taken) != len(names) or not torch.equal(found, taken[-1]):
             raise ValueError("the layers are not all that the module computes with")
         return found  # type: ignore[no-any-return]
 
-    return of_function(run, module, width)
+    def run_both(x: torch.Tensor) -> torch.Tensor:
+        found = run(x, False)
+        if not torch.equal(found, run(x, True)):  # as with dropout, which a prologue has not
+            raise ValueError("the module computes something else in training")
+        return found
+
+    return of_function(run_both, module, width)
 
 
 class _Stub(torch.nn.Module):
@@ -94,12 +107,13 @@ def _takes_one(module: torch.nn.Module) -> bool:
     return [each.kind for each in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
-def _numbers(width: int) -> torch.Tensor:
-    """Values of all magnitudes from 0.01 to 1000, [rows, width · columns]."""
+def _numbers(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of all magnitudes from 0.01 to 100000, of 16 bits up to `_MOST_OF_HALF`, [rows, width · columns]."""
     generator = torch.Generator().manual_seed(_SEED)
     shape = (_ROWS, width * _COLUMNS)
-    powers = 5 * torch.rand(shape, generator=generator, device="cpu") - 2
-    return torch.randn(shape, generator=generator, device="cpu").sign() * 10**powers
+    powers = 7 * torch.rand(shape, generator=generator, device="cpu") - 2
+    found = torch.randn(shape, generator=generator, device="cpu").sign() * 10**powers
+    return found if dtype == torch.float32 else found.clamp(-_MOST_OF_HALF, _MOST_OF_HALF).to(dtype)
 
 
 def _candidates(holder: Any, width: int) -> Iterator[Prologue]:

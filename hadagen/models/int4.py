@@ -11,7 +11,7 @@ A weight [out, in] has two or three tensors:
 Element i of row r is codes[r, i] · factors[r, i // group] · scales[r], whatever the rotation of the layer. A code times
 its factor fits in 8 bits, so products of such weights are those of INT8 codes, and as exact (QServe, Lin et al., 2024,
 has two levels of scales for this too). Rows are independent, so outputs can be joined and cut anywhere; inputs can be
-cut between groups and spans. Products of codes [out, in] of 8 bits take `unpacked(codes, factors)`.
+cut between groups and spans. Kernels for INT8 codes take `unpacked(codes, factors)`.
 
 Codes reach -8, as in GPTQ's format: the error of rounding (RMS) is 4 to 6 % smaller than with codes from -7 to 7.
 """
@@ -27,7 +27,7 @@ LEAST, MOST = -8, 7  # of codes
 MOST_FACTOR = 16
 _OF_LARGEST = 15  # the factor of the largest scale of a row, so that one may grow while GPTQ rounds others
 _SPAN = 128
-_LEAST_GROUP = 16  # whose scales need half the memory of its codes
+_LEAST_GROUP = 16  # whose factors need an eighth of the memory of its codes
 _CACHED = 1 << 15  # elements that a CPU rounds at once: they stay in its cache, and no threads wait for each other
 _TINY = torch.finfo(torch.float32).tiny
 # Candidates for the scale of a group with the largest magnitude 1. Smaller ones clip it, and have a finer grid.

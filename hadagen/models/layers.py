@@ -107,7 +107,8 @@ def product_of(
     """x · weightᵀ + bias, [..., out] of a dtype, for rows [..., n] as values or in codes with a scale for each row, or
     one for all. What no provider of products takes is dequantized."""
     codes, scales = (x.codes, x.scales.reshape(-1, 1)) if isinstance(x, Quantized) else (x, None)
-    if can_multiply(codes, weight.codes):
+    has_gradient = codes.requires_grad and torch.is_grad_enabled()  # which products of codes have not
+    if can_multiply(codes, weight.codes) and not has_gradient:
         y = multiply_codes(codes.reshape(-1, codes.shape[-1]), scales, *weight, bias, dtype)
         return y.view(*codes.shape[:-1], weight.codes.shape[0])
     if not isinstance(x, Quantized):

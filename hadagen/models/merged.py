@@ -35,10 +35,14 @@ class JoinedLinear(torch.nn.Module):
 
     The first layer computes the outputs of all, and holds their codes as `joined`. Each of the others takes its part of
     them once, if its input is the same tensor and was not written to, and else multiplies it by its own rows. In
-    inference mode PyTorch does not know whether a tensor was written to. Other threads have inputs of their own.
+    inference mode and in compiled code, PyTorch does not know whether a tensor was written to. Other threads have
+    inputs of their own. If some parts were not taken, layers are not joined from the next call on. Outputs are parts of
+    longer rows, with gaps between them.
 
     forward takes and returns what a `QuantizedLinear` does. weight and bias: the part of the layer.
     """
+
+    _is_split = False
 
     def __init__(self, layers: Mapping[str, QuantizedLinear]) -> None:
         super().__init__()
@@ -90,6 +94,10 @@ class JoinedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_first:
+            self._is_split = self._is_split or self._of_all is not None
+            self._of_all = None
+            if self._is_split:
+                return self.joined.of_rows(x, self._rows)
             y = self.joined(x)
             self._of_all = _Outputs(x, _version(x), y, [True] + [False] * (len(self.names) - 1))
             return y[..., self._rows]  # type: ignore[no-any-return]

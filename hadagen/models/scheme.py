@@ -16,7 +16,7 @@ METHOD, VERSION = "hadagen", 3  # in the `quantization_config` of a checkpoint
 _SAME_OF_8_BITS = 2  # an earlier version, in which only codes of 4 bits lie otherwise
 # The codes of weights → the format of activations that goes with them. With 8 bits, weights have the same format.
 WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row", "int4": "int8-row", "int4-row": "int8-row"}
-GROUPS = {"int4": 128, "int4-row": None}  # of weights of 4 bits: the most elements of a row with one scale; None: all
+GROUPS = {"int4": 128, "int4-row": None}  # weights of 4 bits → the most elements with one factor; None: no factors
 ACTIVATIONS = ("int8-row", "fp8-row", "fp8-tensor", None)
 ROTATIONS = ("quarot", "blocks", "heads", None)
 AUTO = "auto"  # weights that are chosen for a GPU, or a rotation that is chosen when the model is known
@@ -44,8 +44,9 @@ class Online:
 class Scheme:
     """How a model is rotated and quantized.
 
-    weights: "int8" or "fp8" (float8_e4m3fn), with a float32 scale for each row of a weight [out, in]; "int4" with one
-        for each group of 128 elements of a row, or of the largest power of two that divides the row; or "int4-row".
+    weights: "int8" or "fp8" (float8_e4m3fn), with a float32 scale for each row of a weight [out, in]; "int4-row",
+        the same in 4 bits; or "int4", with a factor too for each group of 128 elements of a row, or of the largest power
+        of two that divides the row.
     activations: "fp8-row" or "int8-row", with a scale for each row; "fp8-tensor", with one scale for each layer, which
         the checkpoint stores; None: activations are not quantized. "auto" becomes the format with a scale for each row
         and the codes of the weights, because GPUs multiply codes of the same type; for 4 bits, "int8-row".

@@ -30,7 +30,7 @@ def fits(dtype: torch.dtype, out: int, n: int) -> bool:
     return out % by == 0 and n % by == 0
 
 
-def unpacked(of: Operands) -> Operands:
+def with_int8_weight(of: Operands) -> Operands:
     """The same with INT8 codes of the weight in place of codes of 4 bits."""
     if of.weight.dtype != torch.uint8:
         return of

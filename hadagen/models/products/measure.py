@@ -14,7 +14,7 @@ from hadagen.models import int4
 from hadagen.models.products import providers
 from hadagen.models.products.choice import all_rows
 from hadagen.models.products.eligible import can_multiply
-from hadagen.models.products.library import unpacked
+from hadagen.models.products.library import with_int8_weight
 from hadagen.models.products.operands import Operands
 from hadagen.models.products.operator import run
 
@@ -38,8 +38,9 @@ def times(kind: str, n: int, out: int) -> dict[str, list[list[Any]]]:
     Each time is the median of a call in replays of a CUDA graph, for bfloat16 results. The fastest few are kept, and
     the one that needs no Triton. Raises `DeviceError` if no provider multiplies such codes, or one gives wrong values.
     """
-    count = max(1, min(_MOST_WEIGHTS, int(_FROM_MEMORY // (n * out))))
-    weights = [_weight(kind, out, n) for _ in range(count)]
+    first = _weight(kind, out, n)
+    count = max(1, min(_MOST_WEIGHTS, int(_FROM_MEMORY // first.nbytes)))
+    weights = [first, *(_weight(kind, out, n) for _ in range(count - 1))]
     weight_scale = torch.rand(out, 1, device="cuda") + 0.5
     factors = None
     if kind == "int4":
@@ -90,7 +91,7 @@ def _weight(kind: str, out: int, n: int) -> torch.Tensor:
 def _exact(of: Operands) -> torch.Tensor:
     """Exact sums, of which INT8 codes give these bits."""
     assert of.scales is not None
-    sums = of.codes.double() @ unpacked(of).weight.double().T
+    sums = of.codes.double() @ with_int8_weight(of).weight.double().T
     return (sums.float() * of.scales * of.weight_scale.T).bfloat16()
 
 

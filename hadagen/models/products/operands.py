@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from hadagen.errors import TensorError
+
 
 class Operands(NamedTuple):
     """(codes · scales) · weightᵀ + bias, as `multiply_codes` takes them.
@@ -23,6 +25,12 @@ class Operands(NamedTuple):
     factors: torch.Tensor | None
     bias: torch.Tensor | None
     dtype: torch.dtype
+
+    def check(self) -> None:
+        """Raise `TensorError` unless the weight takes rows of this length."""
+        columns = self.weight.shape[1] * (2 if self.weight.dtype == torch.uint8 else 1)
+        if self.codes.dim() != 2 or self.n != columns:
+            raise TensorError(f"rows have the shape {[*self.codes.shape]}; the weight takes [rows, {columns}]")
 
     @property
     def rows(self) -> int:

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from hadagen.errors import DeviceError, SlowPathWarning, shortened
 from hadagen.models.products import providers
 from hadagen.models.products.choice import choose, chosen
-from hadagen.models.products.library import capability, int8_product, unpacked
+from hadagen.models.products.library import capability, int8_product, with_int8_weight
 from hadagen.models.products.operands import Operands
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.operators import register
@@ -37,21 +37,26 @@ def multiply_codes(
     HADAGEN_BATCH_INVARIANT=1, they are those of one kernel of Triton for any number of rows, which is slower for many.
 
     If no provider multiplies such codes on a GPU, the values that they stand for are multiplied, with a
-    `SlowPathWarning`. Raises `DeviceError` in place of that under HADAGEN_BATCH_INVARIANT=1.
+    `SlowPathWarning`. Raises `DeviceError` in place of that under HADAGEN_BATCH_INVARIANT=1, and `TensorError` for rows
+    of another length than the weight has.
     """
     added = None if bias is None else bias.to(dtype)
     of = Operands(codes, scales, weight, weight_scale, factors, added, dtype)
+    of.check()
     if codes.device.type == "cuda":
         return _multiply(*of)  # type: ignore[no-any-return]
-    y = int8_product(unpacked(of)).to(dtype)
+    y = int8_product(with_int8_weight(of)).to(dtype)
     return y if added is None else y + added
 
 
 def _real(*operands: Any) -> torch.Tensor:
     parts: Any = (each.contiguous() if isinstance(each, torch.Tensor) else each for each in operands)
     of = Operands(*parts)
+    of.check()
     if not of.rows or not of.out:
         return _fake(*operands)
+    if of.weight.dtype == torch.uint8:
+        of = of._replace(weight=_aligned(of.weight), factors=None if of.factors is None else _aligned(of.factors))
     device = of.codes.device
     is_aligned = (of.codes.data_ptr() | of.weight.data_ptr()) % providers.ALIGNMENT == 0
     sizes = (of.rows - 1).bit_length(), of.n, of.out, is_aligned  # all that `choose` and `supports` ask for
@@ -86,16 +91,21 @@ def _real(*operands: Any) -> torch.Tensor:
         warnings.warn(
             f"{what}, so values are multiplied, which is slower; install Triton", SlowPathWarning, stacklevel=2
         )
-    whole, x = unpacked(of), of.codes.to(of.dtype)
+    whole, x = with_int8_weight(of), of.codes.to(of.dtype)
     rows = x if of.scales is None else x * of.scales.to(of.dtype)
     y = linear(rows, (whole.weight.float() * of.weight_scale).to(of.dtype))
     return y if of.bias is None else y + of.bias
 
 
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x or a copy of it, as kernels for codes of 4 bits take it."""
+    return x.clone() if x.data_ptr() % providers.ALIGNMENT else x
+
+
 def run(name: str, of: Operands) -> torch.Tensor:
     """The result of a provider that supports these contiguous operands, with at least one row."""
     if name == providers.UNPACK:
-        return _real(*of._replace(weight=providers.unpacked(of), factors=None))
+        return _real(*of._replace(weight=providers.int8_weight(of), factors=None))
     return providers.run(name, of)
 
 

@@ -28,7 +28,7 @@ KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}  #
 LIBRARY, UNPACK = "library", "unpack"
 _WGMMA = 64  # the fewest rows of a tile that wgmma multiplies, which takes FP8 as it is
 _SHARED_BYTES, _LEAST_SHARED_BYTES = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}, 101376
-ALIGNMENT = 16  # bytes, of the first codes of boxes
+ALIGNMENT = 16  # bytes, of the first codes of boxes, and of weights of 4 bits and their factors
 _BOXES = 90  # the least capability with tensor descriptors
 _TOGETHER = 8  # rows of tiles whose blocks run at about the same time, and share the codes of a weight in L2
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # of the factors of spans of a step
@@ -86,6 +86,8 @@ def tile_of(name: str) -> Tile | None:
 def fits(name: str, weight: torch.dtype, n: int, out: int) -> bool:
     """Whether a provider takes a weight [out, n] with codes of a type, on any GPU."""
     tile, is_packed = tile_of(name), weight == torch.uint8
+    if is_packed and n % 2:
+        return False
     if tile is None:
         return is_packed if name == UNPACK else not is_packed and library.fits(weight, out, n)
     if tile.kind == "pairs":
@@ -170,11 +172,11 @@ def run(name: str, of: Operands) -> torch.Tensor:
     return y if of.bias is None else y + of.bias
 
 
-def unpacked(of: Operands) -> torch.Tensor:
+def int8_weight(of: Operands) -> torch.Tensor:
     """The INT8 codes [out, n] of a weight of 4 bits, times their factors."""
     half = int4.span_of(of.n) // 2
     if not has_tiles(torch.int8, capability(of.codes.device)) or half * 2 < _LEAST_SPAN:
-        return library.unpacked(of).weight
+        return library.with_int8_weight(of).weight
     from hadagen.models.products import kernels
 
     made = of.weight.new_empty((of.out, of.n), dtype=torch.int8)
@@ -217,15 +219,15 @@ def _launch(tile: Tile, of: Operands) -> torch.Tensor:
                 of.codes, of.weight, y, scales, of.weight_scale, factors, bias, sums, *sizes, **options
             )
             return y
-        sizes = y, scales, of.weight_scale, bias, of.rows, of.out, of.n  # type: ignore[assignment]
+        operands = y, scales, of.weight_scale, bias, of.rows, of.out, of.n
         options["BK"] = tile.depth
         if tile.kind == "tile":
-            kernels.multiply[(tiles,)](of.codes, of.weight, *sizes, WIDE=is_wide and tile.rows < _WGMMA, **options)
+            kernels.multiply[(tiles,)](of.codes, of.weight, *operands, WIDE=is_wide and tile.rows < _WGMMA, **options)
             return y
         from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, unused-ignore]
 
         boxes: Callable[..., Any] = TensorDescriptor.from_tensor
         blocks = min(tiles, _processors(of.codes.device))
-        operands = boxes(of.codes, [tile.rows, tile.depth]), boxes(of.weight, [tile.columns, tile.depth])
-        kernels.multiply_boxes[(blocks,)](*operands, *sizes, blocks, **options)
+        codes, weight = boxes(of.codes, [tile.rows, tile.depth]), boxes(of.weight, [tile.columns, tile.depth])
+        kernels.multiply_boxes[(blocks,)](codes, weight, *operands, blocks, **options)
     return y
