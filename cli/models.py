@@ -41,8 +41,8 @@ def _one_of(values: Iterable[str | None]) -> click.Choice[str]:
     type=_one_of((*WEIGHTS, AUTO)),
     default=Scheme.weights,
     show_default=True,
-    help="Codes of weights, with a scale for each row; int4 also has a factor for each group of up to 128 elements; auto "
-    "has the codes of 8 bits that suit the GPU of this machine.",
+    help="Codes of weights, with a scale for each row; int4 also has a factor for each group of up to 128 elements; "
+    "auto has the codes of 8 bits that suit the GPU of this machine.",
 )
 @click.option(
     "--activations",
