@@ -22,7 +22,7 @@ ROTATIONS = (None, "quarot", "blocks")  # the one with the fewest kernels in eac
 # The least compute capability of a class of GPUs → the codes of 8 bits that vLLM's own kernels multiply there.
 GPUS: dict[int, tuple[str, ...]] = {0: (), 75: ("int8",), 89: ("int8", "fp8"), 100: ("fp8",)}
 MOST_TIME = 1.05
-Losses = list[float]
+Losses = list[list[float]]  # of each window, for each seed of random signs
 
 
 def defaults() -> str | None:
@@ -48,21 +48,25 @@ def table() -> dict[str, Any]:
 
 
 def _losses(rows: list[dict[str, Any]], weights: str) -> dict[str | None, Losses]:
-    """Rotation → the loss of each window, the mean of all seeds."""
+    """The losses with each rotation, by a text if there are such."""
     found: dict[str | None, Losses] = {}
     for rotation in ROTATIONS:
         of = [row for row in rows if (row["weights"], row["rotation"]) == (weights, rotation)]
         by_text = [row for row in of if row["is_calibrated"]]
-        found[rotation] = [mean(window) for window in zip(*(row["loss"] for row in by_text or of), strict=True)]
+        found[rotation] = [row["loss"] for row in by_text or of]
     return found
 
 
 def _rotation(found: dict[str | None, Losses], base: dict[str, Any]) -> dict[str, str | None]:
-    best = min(found, key=lambda rotation: mean(found[rotation]))
+    best = min(found, key=lambda rotation: _mean(found[rotation]))
 
     def is_as_good(rotation: str | None) -> bool:
-        worse = [mine - least for mine, least in zip(found[rotation], found[best], strict=True)]
-        return mean(worse) <= 2 * stdev(worse) / math.sqrt(len(worse))
+        """Within two standard errors, of windows and of seeds together."""
+        worse = [
+            mine - least for mine, least in zip(*(_windows(found[each]) for each in (rotation, best)), strict=True)
+        ]
+        of_windows = stdev(worse) / math.sqrt(len(worse))
+        return mean(worse) <= 2 * math.hypot(of_windows, *(_of_seeds(found[each]) for each in {rotation, best}))
 
     chosen = next(rotation for rotation in found if is_as_good(rotation))
     each = ", ".join(f"{_lost(of, base)} with {rotation or 'none'}" for rotation, of in found.items())
@@ -82,10 +86,10 @@ def _weights(
     if len(codes) == 1:
         return {"value": codes[0], "why": "the only codes of 8 bits that vLLM multiplies on such GPUs"}
     if not codes:
-        return {"value": min(of, key=lambda weights: mean(lost[weights])), "why": why}
+        return {"value": min(of, key=lambda weights: _mean(lost[weights])), "why": why}
     ms = {weights: _time(", ".join(filter(None, (weights, of[weights])))) for weights in codes}
     fast = [weights for weights in codes if ms[weights] <= MOST_TIME * min(ms.values())]
-    chosen = min(fast, key=lambda weights: mean(lost[weights]))
+    chosen = min(fast, key=lambda weights: _mean(lost[weights]))
     slower = ms[chosen] / min(ms.values()) - 1
     return {"value": chosen, "why": f"{why}; {chosen} takes {slower:.0%} more time than the fastest on an H200"}
 
@@ -96,5 +100,20 @@ def _time(model: str) -> float:
     return math.exp(mean(math.log(row["ms"]) for row in rows if row["model"] == model))
 
 
+def _windows(of: Losses) -> list[float]:
+    """The mean of all seeds."""
+    return [mean(window) for window in zip(*of, strict=True)]
+
+
+def _mean(of: Losses) -> float:
+    return mean(_windows(of))
+
+
+def _of_seeds(of: Losses) -> float:
+    """The standard error of the mean of seeds; 0 of a rotation without signs."""
+    means = [mean(each) for each in of]
+    return stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+
+
 def _lost(of: Losses, base: dict[str, Any]) -> str:
-    return f"{math.expm1(mean(of) - mean(base['loss'])):.1%}"
+    return f"{math.expm1(_mean(of) - mean(base['loss'])):.1%}"

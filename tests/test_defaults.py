@@ -56,17 +56,19 @@ def test_a_scheme_has_the_rotation_of_the_table(weights: str) -> None:
             assert "%" in found.why
 
 
-def test_a_much_better_rotation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_much_better_rotation_is_chosen() -> None:
     """And a loss within two standard errors is not."""
     base: dict[str, Any] = {"loss": [1.0] * 6}
 
-    def chosen(*losses: list[float]) -> Any:
-        return refresh_defaults._rotation(dict(zip(refresh_defaults.ROTATIONS, losses, strict=True)), base)["value"]
+    def chosen(*losses: list[float], seeds: tuple[float, ...] = (0.0,)) -> Any:
+        of_seeds = [[[each + by for each in of] for by in seeds] for of in losses]
+        return refresh_defaults._rotation(dict(zip(refresh_defaults.ROTATIONS, of_seeds, strict=True)), base)["value"]
 
     spread = [0.0, 0.2, -0.1, 0.1, -0.2, 0.1]
     noisy = [1 + each for each in spread]
     assert chosen([1.0] * 6, [0.9] * 6, [0.9] * 6) == "quarot"
     assert chosen([1.0] * 6, [0.9] * 6, [0.8] * 6) == "blocks"
+    assert chosen([1.0] * 6, [0.9] * 6, [0.8] * 6, seeds=(-0.05, 0.05)) == "quarot"
     assert chosen(noisy, [0.99] * 6, [1.01] * 6) is None
 
 

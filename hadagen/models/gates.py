@@ -29,7 +29,8 @@ def of_function(function: Callable[[torch.Tensor], torch.Tensor], holder: Any, w
     """The prologue that a function computes; None if it computes anything else.
 
     function: takes [rows, width · m] of any type, and returns [rows, m] of this type. holder: the module that has its
-    numbers, such as a limit. width: 2 if the function multiplies an activation of one half of a row by the other half, else 1.
+    numbers, such as a limit. width: 2 if the function multiplies an activation of one half of a row by the other half,
+    else 1.
     """
     results = []
     for dtype, error in _ERRORS.items():  # code may depend on the type

@@ -45,8 +45,8 @@ class Scheme:
     """How a model is rotated and quantized.
 
     weights: "int8" or "fp8" (float8_e4m3fn), with a float32 scale for each row of a weight [out, in]; "int4-row",
-        the same in 4 bits; or "int4", with a factor too for each group of 128 elements of a row, or of the largest power
-        of two that divides the row.
+        the same in 4 bits; or "int4", with a factor too for each group of 128 elements of a row, or of the largest
+        power of two that divides the row.
     activations: "fp8-row" or "int8-row", with a scale for each row; "fp8-tensor", with one scale for each layer, which
         the checkpoint stores; None: activations are not quantized. "auto" becomes the format with a scale for each row
         and the codes of the weights, because GPUs multiply codes of the same type; for 4 bits, "int8-row".

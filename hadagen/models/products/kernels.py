@@ -100,8 +100,8 @@ _HIGH: Any = tl.constexpr(_SCALED.value.format(shift=4))
 
 @triton.jit
 def _scaled(pairs, factors, HIGH: tl.constexpr):
-    """The codes in low or high nibbles, times their factors, int8. Four codes of a word have one factor, because threads
-    hold four or more neighbors of a row, if the address of the codes is a multiple of 16 bytes."""
+    """The codes in low or high nibbles, times their factors, int8. Four codes of a word have one factor: threads hold
+    four or more neighbors of a row, if the address of the codes is a multiple of 16 bytes."""
     text: tl.constexpr = _HIGH if HIGH else _LOW
     return tl.inline_asm_elementwise(text, "=r,r,r,r,r,r", [pairs, factors], dtype=tl.int8, is_pure=True, pack=4)
 
