@@ -140,7 +140,7 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
     """The rotated, quantized weight [out, in] of a linear layer. Its product rotates and quantizes the activations.
 
     qdata, scale, per_tensor_scale: as in torchao's tensor of the kind. A part of swizzled scales is a view of whole
-        tiles, [tiles, tiles, 32, 16]. Integers of 4 bits are packed as `hadagen.models.int4` says.
+        tiles, [tiles, tiles, 32, 16]. Integers of 4 bits are packed in spans, as `hadagen.models.int4` says.
     kind: the format, as in `RotatedWeightConfig`. block: the size of the blocks that are rotated. dtype: of the weight.
     first: the row of the first tile that is the first row of the weight. is_transposed: whether it is [in, out].
 
@@ -151,8 +151,8 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale"]
     tensor_attribute_names: ClassVar[list[str]] = ["kind", "block", "dtype"]
     optional_tensor_data_names: ClassVar[list[str]] = ["per_tensor_scale"]
-    optional_tensor_attribute_names: ClassVar[list[str]] = ["first", "is_transposed"]
-    first, is_transposed = 0, False  # where neither was stored
+    optional_tensor_attribute_names: ClassVar[list[str]] = ["first", "is_transposed", "span"]
+    first, is_transposed, span = 0, False, 1  # where none was stored
 
     def __new__(
         cls,
@@ -164,12 +164,13 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
         per_tensor_scale: torch.Tensor | None = None,
         first: int = 0,
         is_transposed: bool = False,
+        span: int = 1,
     ) -> RotatedWeight:
         shape = qdata.shape[0], qdata.shape[1] * (2 if qdata.dtype == torch.uint8 else 1)
         shape = shape[::-1] if is_transposed else shape
         made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)
         made.qdata, made.scale, made.per_tensor_scale = qdata, scale, per_tensor_scale
-        made.kind, made.block, made.first, made.is_transposed = kind, block, first, is_transposed
+        made.kind, made.block, made.first, made.is_transposed, made.span = kind, block, first, is_transposed, span
         return made  # type: ignore[no-any-return]
 
     def rotated(self) -> torch.Tensor:
@@ -177,7 +178,8 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
         codes = self.qdata.contiguous()
         if self.kind in _COLUMNS:
             return _of_blocks(self.kind, codes, self._own_scale(), self.dtype, self.per_tensor_scale)
-        codes, scale = int4.unpacked(codes) if self.kind in GROUPS else codes, self.scale.contiguous()
+        codes = int4.unpacked(codes, None, self.span) if self.kind in GROUPS else codes
+        scale = self.scale.contiguous()
         return _of_rows(codes, scale, self.dtype, [1, codes.shape[1] // scale.shape[1]])
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -221,8 +223,7 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
                 scale = scale[begin:end]
         else:
             packed = columns // self.qdata.shape[1]
-            group = columns // scale.shape[1] if self.kind == "int4" else None
-            tile = 4 * _COLUMNS[self.kind] if tiled else group or packed
+            tile = 4 * _COLUMNS[self.kind] if tiled else self.span
             unit = math.lcm(self.block, tile)
             if begin % unit or (end % unit and end != columns) or begin >= end:
                 raise TensorError(
@@ -230,8 +231,8 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
                     f"it at multiples of {unit}"
                 )
             codes, first = self.qdata[:, begin // packed : end // packed], self.first
-            if group:
-                scale = scale[:, begin // group : end // group]
+            if self.kind == "int4":
+                scale = scale[:, begin // tile : end // tile]
             elif tiled:
                 scale = self._tiles()[:, begin // tile : -(-end // tile)]
         return self._with(qdata=codes, scale=scale.flatten(-2) if tiled else scale, first=first)
@@ -396,6 +397,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(rows: torch.Tensor, weight: RotatedWeight) -> torch.Tensor:
         q = _quantize(rows, weight.kind, _rotation(rows.shape[-1], weight.block))
+        is_whole = weight.kind == "int4-row" and weight.span == int4.span_of(rows.shape[-1])
+        if is_whole and can_multiply(q.codes, weight.qdata):
+            scales = q.scales.reshape(-1, 1)
+            return multiply_codes(q.codes, scales, weight.qdata, weight.scale, None, None, rows.dtype)
         # Scales of rows give bfloat16 alone on a GPU.
         dtype = torch.bfloat16 if weight.kind == "fp8" and rows.is_cuda else rows.dtype
         return _product(to_torchao(q, dtype), weight.rotated()).to(rows.dtype)
@@ -500,8 +505,9 @@ def _rotate_linear(module: torch.nn.Linear, config: RotatedWeightConfig) -> torc
     if config.kind in GROUPS:
         turned = weight.float() if rotation is None else rotation(weight.float())
         codes, scales, factors = int4.rounded(turned, int4.group_of("a linear layer", n, config.kind))
+        # One tensor of scales, because transformers loads no others than torchao has.
         of_groups = scales if factors is None else scales * factors
-        packed = RotatedWeight(codes, of_groups, config.kind, block, weight.dtype)
+        packed = RotatedWeight(codes, of_groups, config.kind, block, weight.dtype, span=int4.span_of(n))
         module.weight = torch.nn.Parameter(packed, requires_grad=False)
         return module
     of_rows = to in ("int8-row", "fp8-row")

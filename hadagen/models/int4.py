@@ -64,9 +64,12 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
     return (low & 15 | high << 4).view(torch.uint8).flatten(-2)
 
 
-def unpacked(codes: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 [..., n/2] → int8 [..., n], the codes or their products with the factors [..., groups]."""
-    half = span_of(2 * codes.shape[-1]) // 2
+def unpacked(codes: torch.Tensor, factors: torch.Tensor | None = None, span: int | None = None) -> torch.Tensor:
+    """uint8 [..., n/2] → int8 [..., n], the codes or their products with the factors [..., groups].
+
+    span: of the row from which these columns were cut; None for whole rows.
+    """
+    half = (span or span_of(2 * codes.shape[-1])) // 2
     pairs: torch.Tensor = codes.view(torch.int8).unflatten(-1, (-1, half))  # type: ignore[no-untyped-call]
     found = torch.stack((pairs << 4 >> 4, pairs >> 4), -2).flatten(-3)
     if factors is None:
