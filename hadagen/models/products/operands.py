@@ -26,12 +26,6 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None
     dtype: torch.dtype
 
-    def check(self) -> None:
-        """Raise `TensorError` unless the weight takes rows of this length."""
-        columns = self.weight.shape[1] * (2 if self.weight.dtype == torch.uint8 else 1)
-        if self.codes.dim() != 2 or self.n != columns:
-            raise TensorError(f"rows have the shape {[*self.codes.shape]}; the weight takes [rows, {columns}]")
-
     @property
     def rows(self) -> int:
         return self.codes.shape[0]
@@ -44,3 +38,10 @@ class Operands(NamedTuple):
     @property
     def out(self) -> int:
         return self.weight.shape[0]
+
+
+def check_rows(codes: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise `TensorError` unless the weight takes rows of this length."""
+    columns = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
+    if codes.dim() != 2 or codes.shape[1] != columns:
+        raise TensorError(f"rows have the shape {[*codes.shape]}; the weight takes [rows, {columns}]")

@@ -12,7 +12,7 @@ from hadagen.errors import DeviceError, SlowPathWarning, shortened
 from hadagen.models.products import providers
 from hadagen.models.products.choice import choose, chosen
 from hadagen.models.products.library import capability, int8_product, with_int8_weight
-from hadagen.models.products.operands import Operands
+from hadagen.models.products.operands import Operands, check_rows
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.operators import register
 
@@ -41,8 +41,8 @@ def multiply_codes(
     of another length than the weight has.
     """
     added = None if bias is None else bias.to(dtype)
+    check_rows(codes, weight)
     of = Operands(codes, scales, weight, weight_scale, factors, added, dtype)
-    of.check()
     if codes.device.type == "cuda":
         return _multiply(*of)  # type: ignore[no-any-return]
     y = int8_product(with_int8_weight(of)).to(dtype)
@@ -52,7 +52,7 @@ def multiply_codes(
 def _real(*operands: Any) -> torch.Tensor:
     parts: Any = (each.contiguous() if isinstance(each, torch.Tensor) else each for each in operands)
     of = Operands(*parts)
-    of.check()
+    check_rows(of.codes, of.weight)
     if not of.rows or not of.out:
         return _fake(*operands)
     if of.weight.dtype == torch.uint8:
