@@ -34,16 +34,19 @@ def with_int8_weight(of: Operands) -> Operands:
     """The same with INT8 codes of the weight in place of codes of 4 bits."""
     if of.weight.dtype != torch.uint8:
         return of
-    return of._replace(weight=int4.unpacked(of.weight, of.factors), factors=None)
+    # Not by _replace, which torch.compile of PyTorch 2.6 lacks.
+    weight = int4.unpacked(of.weight, of.factors)
+    return Operands(of.codes, of.scales, weight, of.weight_scale, None, of.bias, of.dtype)
 
 
 def int8_product(of: Operands) -> torch.Tensor:
     """The product of INT8 codes without the bias, float32 [rows, out]."""
     assert of.scales is not None
+    rows = of.codes.shape[0]  # no property, which torch.compile of PyTorch 2.6 does not know
     # The type of device comes first, so that graphs for a CPU take any number of rows.
-    is_short = of.codes.device.type != "cpu" and of.rows < _ROWS
-    filled = pad(of.codes, (0, 0, 0, _ROWS - of.rows)) if is_short else of.codes
-    return torch._int_mm(filled, of.weight.T)[: of.rows] * of.scales * of.weight_scale.T
+    is_short = of.codes.device.type != "cpu" and rows < _ROWS
+    filled = pad(of.codes, (0, 0, 0, _ROWS - rows)) if is_short else of.codes
+    return torch._int_mm(filled, of.weight.T)[:rows] * of.scales * of.weight_scale.T
 
 
 def fp8_product(of: Operands, *, by_row: bool) -> torch.Tensor:
