@@ -398,7 +398,7 @@ def test_a_configuration_that_is_wrong_is_one_sentence(folder: Path) -> None:
     path = folder / "config.json"
     stored = HadagenConfig().to_dict() | {"version": 1}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
-    with pytest.raises(UsageError, match="has version 1; this hadagen reads version 2"):
+    with pytest.raises(UsageError, match="has version 1; this hadagen reads version 3"):
         load(folder)
 
 
