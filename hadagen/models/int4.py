@@ -41,10 +41,9 @@ def group_of(name: str, n: int, weights: str) -> int | None:
         raise UsageError(
             f'{name} has {n} inputs, and two codes of 4 bits fill a byte; ignore the layer, or use weights="int8"'
         )
-    most = GROUPS[weights]
-    if most is None:
+    if not GROUPS[weights]:
         return None
-    group = min(n & -n, most)
+    group = span_of(n)  # as kernels take a factor for each span
     if group < _LEAST_GROUP:
         raise UsageError(
             f'{name} has {n} inputs, which groups of {_LEAST_GROUP} or more do not fill; use weights="int4-row", or '

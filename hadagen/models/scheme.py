@@ -16,7 +16,7 @@ METHOD, VERSION = "hadagen", 3  # in the `quantization_config` of a checkpoint
 _SAME_OF_8_BITS = 2  # an earlier version, in which only codes of 4 bits lie otherwise
 # The codes of weights → the format of activations that goes with them. With 8 bits, weights have the same format.
 WEIGHTS = {"int8": "int8-row", "fp8": "fp8-row", "int4": "int8-row", "int4-row": "int8-row"}
-GROUPS = {"int4": 128, "int4-row": None}  # weights of 4 bits → the most elements with one factor; None: no factors
+GROUPS = {"int4": True, "int4-row": False}  # weights of 4 bits → whether each group of a row has a factor
 ACTIVATIONS = ("int8-row", "fp8-row", "fp8-tensor", None)
 ROTATIONS = ("quarot", "blocks", "heads", None)
 AUTO = "auto"  # weights that are chosen for a GPU, or a rotation that is chosen when the model is known
