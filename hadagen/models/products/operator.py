@@ -41,10 +41,10 @@ def multiply_codes(
     of another length than the weight has.
     """
     added = None if bias is None else bias.to(dtype)
-    check_rows(codes, weight)
     of = Operands(codes, scales, weight, weight_scale, factors, added, dtype)
     if codes.device.type == "cuda":
         return _multiply(*of)  # type: ignore[no-any-return]
+    check_rows(codes, weight)
     y = int8_product(with_int8_weight(of)).to(dtype)
     return y if added is None else y + added
 
@@ -111,6 +111,7 @@ def run(name: str, of: Operands) -> torch.Tensor:
 
 def _fake(*operands: Any) -> torch.Tensor:
     of = Operands(*operands)
+    check_rows(of.codes, of.weight)
     return of.codes.new_empty((of.codes.shape[0], of.weight.shape[0]), dtype=of.dtype)
 
 
