@@ -106,12 +106,15 @@ def _tune(products: tuple[tuple[int, int], ...], path: Path | None, index: int) 
     from hadagen.models.products import choice, measure
 
     gpu, capability = _gpu(index, "products are timed where they run")
-    if not (kinds := measure.kinds()):
-        raise DeviceError(f"nothing multiplies codes on {gpu}; it needs a capability of 7.5 or more")
     path = path or choice.place()
     with torch.cuda.device(index):
         for n, out in products:
-            for kind in (each for each in kinds if each != "int4" or n % 2 == 0):
+            if not (kinds := measure.kinds(n, out)):
+                raise DeviceError(
+                    f"nothing multiplies codes [rows, {n}] and [{out}, {n}] on {gpu}; it needs a capability of 7.5 or "
+                    "more, and Triton, or sizes that 8 divides"
+                )
+            for kind in kinds:
                 times = measure.times(kind, n, out)
                 choice.keep(gpu, capability, kind, {f"{n},{out}": times}, path)
                 first, last = times["1"][0], times[str(choice.MOST_ROWS)][0]

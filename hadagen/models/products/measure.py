@@ -27,9 +27,9 @@ _FAR = {torch.int8: 64, torch.float8_e4m3fn: 4}  # tiles in a column of y, beyon
 _ERROR = 3e-3  # of bfloat16 results of FP8 codes, relative to rounded exact sums
 
 
-def kinds() -> list[str]:
-    """The kinds of weights that some provider multiplies on the current GPU."""
-    return [kind for kind in providers.KINDS if can_multiply(_codes(kind, 16, 64), _weight(kind, 16, 64))]
+def kinds(n: int, out: int) -> list[str]:
+    """The kinds of weights [out, n] that some provider multiplies on the current GPU."""
+    return [kind for kind in providers.KINDS if can_multiply(_codes(kind, 1, n), _weight(kind, out, n))]
 
 
 def times(kind: str, n: int, out: int) -> dict[str, list[list[Any]]]:
