@@ -136,16 +136,22 @@ class MLP(torch.nn.Module):
         return y + x if self.change == "residual" else y
 
 
-@pytest.mark.parametrize("change", ["", "packed", "clamped"])
-def test_an_mlp_that_a_prologue_computes_is_replaced(change: str) -> None:
+def merged(change: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """What merging makes of an MLP; an input, and what the MLP returned for it before."""
     model = torch.nn.ModuleDict({"mlp": MLP(change).eval()})
     x = torch.randn(5, 48)
     apart = model["mlp"](x)
     merge(model)
-    assert isinstance(model["mlp"], QuantizedMLP)
-    assert model["mlp"].down_proj.before == (SiluMul(limit=7.0) if change == "clamped" else SiluMul())
-    assert error(model["mlp"](x), apart) < 1e-3
-    assert torch.equal(model["mlp"](hidden_states=x), model["mlp"](x))
+    return model["mlp"], x, apart
+
+
+@pytest.mark.parametrize("change", ["", "packed", "clamped"])
+def test_an_mlp_that_a_prologue_computes_is_replaced(change: str) -> None:
+    mlp, x, apart = merged(change)
+    assert isinstance(mlp, QuantizedMLP)
+    assert mlp.down_proj.before == (SiluMul(limit=7.0) if change == "clamped" else SiluMul())
+    assert error(mlp(x), apart) < 1e-3
+    assert torch.equal(mlp(hidden_states=x), mlp(x))
 
 
 @pytest.mark.parametrize(
@@ -156,14 +162,11 @@ def test_an_mlp_that_a_prologue_computes_is_replaced(change: str) -> None:
     ],
 )
 def test_an_mlp_that_computes_anything_else_stays(change: str) -> None:
-    model = torch.nn.ModuleDict({"mlp": MLP(change).eval()})
-    x = torch.randn(5, 48)
-    apart = model["mlp"](x)
-    merge(model)
-    assert isinstance(model["mlp"], MLP)
-    assert not model["mlp"].training
-    assert isinstance(model["mlp"].gate_proj, JoinedLinear)
-    assert torch.equal(model["mlp"](x), apart)
+    mlp, x, apart = merged(change)
+    assert isinstance(mlp, MLP)
+    assert not mlp.training
+    assert isinstance(mlp.gate_proj, JoinedLinear)
+    assert torch.equal(mlp(x), apart)
 
 
 @pytest.mark.parametrize(
