@@ -143,6 +143,7 @@ class RotatedWeight(_Tensor):  # type: ignore[misc, valid-type]
         tiles, [tiles, tiles, 32, 16]. Integers of 4 bits are packed in spans, as `hadagen.models.int4` says.
     kind: the format, as in `RotatedWeightConfig`. block: the size of the blocks that are rotated. dtype: of the weight.
     first: the row of the first tile that is the first row of the weight. is_transposed: whether it is [in, out].
+    span: the elements of a span of codes of 4 bits, in the whole weight.
 
     Slices, `split` and `t` share the memory. Rows can be cut anywhere, columns between rotated blocks. The gradient of
     the input of a product is that of the dequantized weight; codes have none.
