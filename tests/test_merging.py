@@ -123,6 +123,8 @@ class MLP(torch.nn.Module):
             gate, up = self.gate_proj(x if self.change != "input" else 2 * x), self.up_proj(x)
         if self.change == "clamped":
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        if self.change == "far_limit":
+            gate = gate.clamp(max=5000)
         if self.change == "sparse":
             gate = torch.where(gate > gate.mean(-1, True), gate, 0)
         hidden = silu(gate) * up * (1.01 if self.change == "multiplier" else 1)
@@ -158,7 +160,7 @@ def test_an_mlp_that_a_prologue_computes_is_replaced(change: str) -> None:
     "change",
     [
         *("multiplier", "sparse", "input", "dropout", "residual", "parameter", "child", "hook"),
-        *("of_float16", "in_training", "bounded"),
+        *("of_float16", "in_training", "bounded", "far_limit"),
     ],
 )
 def test_an_mlp_that_computes_anything_else_stays(change: str) -> None:
