@@ -78,6 +78,9 @@ def with_codes(model: Any, scheme: Scheme | None) -> Any:
 def measured(shape: Shape, compiled: bool) -> list[dict[str, Any]]:
     models = {name: with_codes(shape.model("cuda", torch.bfloat16), scheme) for name, scheme in shape.schemes().items()}
     if compiled:
+        # Models share their code, and each pass compiles once or twice: beyond the limit, PyTorch would not compile.
+        torch._dynamo.config.recompile_limit = 2 * len(models) * len(PASSES)
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         models = {name: torch.compile(model, dynamic=False) for name, model in models.items()}
     found: dict[tuple[str, str], list[float]] = {}
     for _, title in product(range(ROUNDS), PASSES):
