@@ -9,11 +9,11 @@ import click
 from hadagen.cli import options
 from hadagen.cli.output import say
 from hadagen.errors import StorageError
+from hadagen.files.atomic_file import HEADER_BYTES, atomic_file, check_place
+from hadagen.files.opening import read_start
 from hadagen.report.against import comparison
 from hadagen.report.sources import Source, read_bundle, read_store
-from hadagen.tuning_db.atomic_file import HEADER_BYTES, atomic_file, check_place
 from hadagen.tuning_db.bundle import Bundle, is_bundle
-from hadagen.tuning_db.files import read_start
 
 DEFAULT_PAGE = "report.html"
 

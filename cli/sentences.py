@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import click
 
 from hadagen.errors import HadagenError, install, shortened, value_without_passwords
-from hadagen.tuning_db.atomic_file import FORBIDDEN, FULL
+from hadagen.files.atomic_file import FORBIDDEN, FULL
 
 # What commands import beyond a bare install; the extra `tune` brings all of it.
 TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "pydantic", "rich", "sqlalchemy", "yaml")

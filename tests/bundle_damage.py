@@ -34,6 +34,7 @@ from sample_bundle import remake, write_trials
 from sample_trials import H100, H200, PROBLEM, make_kernel, make_timing, make_trial, times
 
 from hadagen.errors import StorageError
+from hadagen.files.opening import MOST_BYTES, deflated
 from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import Transform
 from hadagen.problem.regimes import Cache
@@ -41,7 +42,6 @@ from hadagen.problem.trial import Trial, kernel_digest
 from hadagen.runtime.trust import accepting
 from hadagen.tuning_db.bundle import TABLES, Accept, Bundle, accept_all, columns_of, sha256
 from hadagen.tuning_db.bundle_writer import sign_bundle
-from hadagen.tuning_db.files import MOST_BYTES, deflated
 from hadagen.tuning_db.signatures import SigningKey
 
 MOST_SECONDS = 2.0

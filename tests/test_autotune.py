@@ -22,6 +22,8 @@ import hadagen
 from hadagen import Match
 from hadagen.compiler.programs import Stopped
 from hadagen.errors import DeviceError, DisturbedError, StorageError, ToolchainError, UsageError
+from hadagen.files import lock_file
+from hadagen.files.lock_file import turn
 from hadagen.measure import DeviceRunner, Variant, all_cells
 from hadagen.measure.messages import Answer, Measure
 from hadagen.plan.arch import load_arch
@@ -36,10 +38,8 @@ from hadagen.runtime import bundles, kernels, slow, tables, warmup
 from hadagen.runtime.device import Device
 from hadagen.tuner import autotuner
 from hadagen.tuner.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
-from hadagen.tuning_db import lock_file
 from hadagen.tuning_db.bundle import FORMAT, Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
-from hadagen.tuning_db.lock_file import turn
 from hadagen.tuning_db.winners import portfolio
 
 A100 = Environment("NVIDIA A100-SXM4-80GB", "8.0", 108, 40 << 20, "580.65", "13.0", "", 1410, 1593)
@@ -647,7 +647,7 @@ def test_what_was_done_before_the_lock_was_free_is_not_done_again(
 FORK = """
 import os, sys
 from pathlib import Path
-from hadagen.tuning_db.lock_file import turn
+from hadagen.files.lock_file import turn
 path = Path(sys.argv[1], "a.db")
 end, hold = os.pipe()
 with turn(path, 1000.0, lambda: False):

@@ -35,6 +35,8 @@ from sample_trials import (
 )
 
 from hadagen.errors import StorageError, UsageError
+from hadagen.files.atomic_file import atomic_file, unwritable
+from hadagen.files.opening import MOST_BYTES, deflated, inflated
 from hadagen.plan.arch import load_arch
 from hadagen.plan.knobs import Knobs, are_known
 from hadagen.plan.space import build_plan
@@ -43,7 +45,6 @@ from hadagen.problem.problem import DType, Problem, Rows, Transform
 from hadagen.problem.regimes import Cache, Destination, element_buckets
 from hadagen.problem.scale import ScaleForm
 from hadagen.problem.trial import Environment, Kernel, Provenance, Trial
-from hadagen.tuning_db.atomic_file import atomic_file, unwritable
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     FORMAT,
@@ -57,7 +58,6 @@ from hadagen.tuning_db.bundle import (
     shipped,
 )
 from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
-from hadagen.tuning_db.files import MOST_BYTES, deflated, inflated
 from hadagen.tuning_db.make import make_bundle
 from hadagen.tuning_db.merge import arithmetic_of, merge_bundles, selection_of, write_selection
 from hadagen.tuning_db.store import Store

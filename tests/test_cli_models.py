@@ -23,6 +23,7 @@ from tiny_models import KINDS, SIZES, config_of, error, logits, model_of, write_
 
 import hadagen
 from hadagen.errors import StorageError, UsageError
+from hadagen.files.lock_file import sole
 from hadagen.integrations.transformers import HadagenConfig
 from hadagen.models import output
 from hadagen.models.checkpoint import CONFIG, INDEX, convert
@@ -31,7 +32,6 @@ from hadagen.models.folding import EMBEDDING, HEAD, Sizes, vocabulary_of
 from hadagen.models.layers import QuantizedLinear
 from hadagen.models.output import LOCK, UNFINISHED
 from hadagen.models.scheme import Scheme
-from hadagen.tuning_db.lock_file import sole
 
 pytestmark = pytest.mark.usefixtures("machine")
 ROOT = Path(__file__).resolve().parent.parent

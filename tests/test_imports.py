@@ -19,30 +19,30 @@ TABLE = """
     ---------------------+-----------------------------------------------------------+--------------------------
     errors               |                                                           |
     owners               |                                                           |
+    files                | owners errors                                             |
     problem              | errors                                                    | numpy torch
     truth                | problem                                                   | numpy torch
     plan                 | problem errors                                            | numpy pydantic yaml
     templates            |                                                           |
     compiler             | templates plan truth problem owners errors                | jinja2 numpy torch
     gpu                  | problem errors                                            | pynvml
-    tuning_db.files      |                                                           |
     tuning_db.signatures | errors                                                    | cryptography
-    tuning_db.bundle     | tuning_db.files tuning_db.signatures problem errors       |
-    tuning_db            | tuning_db.files tuning_db.signatures tuning_db.bundle compiler problem owners errors | sqlalchemy alembic
+    tuning_db.bundle     | files tuning_db.signatures problem errors                 |
+    tuning_db            | files tuning_db.signatures tuning_db.bundle compiler problem errors | sqlalchemy alembic
     measure              | templates gpu truth problem errors                        | torch
-    tuner.autotuner      | measure tuning_db tuning_db.bundle compiler plan problem errors |
+    tuner.autotuner      | measure files tuning_db tuning_db.bundle compiler plan problem errors |
     runtime.registration |                                                           |
-    runtime              | tuner.autotuner tuning_db.files tuning_db.signatures tuning_db.bundle gpu compiler truth problem owners errors | torch
+    runtime              | tuner.autotuner files tuning_db.signatures tuning_db.bundle gpu compiler truth problem owners errors | torch
     compat               | runtime problem errors                                    | torch
     presets              | runtime truth problem errors                              | torch
     prologues            | runtime problem errors                                    | torch
     fusing               | prologues runtime problem errors                          | torch
-    models.json_file     | tuning_db tuning_db.files errors                          |
+    models.json_file     | files errors                                              |
     models.defaults      | models.json_file                                          | torch
     models.scheme        | models.defaults runtime errors                            |
     models.int4          | models.scheme errors                                      | torch
-    models.products      | models.json_file models.int4 runtime tuning_db owners errors | torch triton
-    models               | models.json_file models.products models.scheme models.int4 prologues runtime tuning_db problem owners errors | safetensors tokenizers torch
+    models.products      | models.json_file models.int4 runtime files owners errors | torch triton
+    models               | models.json_file models.products models.scheme models.int4 prologues runtime files problem owners errors | safetensors tokenizers torch
     integrations         | models models.products models.scheme models.int4 models.defaults prologues compat runtime problem errors            | torch vllm
     __init__             | fusing runtime.registration runtime problem errors        |
     report               | tuning_db.bundle tuning_db plan problem errors            |

@@ -13,10 +13,10 @@ import hadagen
 from hadagen import owners
 from hadagen.compiler.cache import FILES, KernelCache, cache_root, private_root
 from hadagen.errors import StorageError
+from hadagen.files.atomic_file import atomic_file
 from hadagen.owners import fault_beside, fault_of, make_folder
 from hadagen.runtime import autotune, bundles
 from hadagen.runtime.choose import Match
-from hadagen.tuning_db.atomic_file import atomic_file
 
 CONTENT = {name: f"content of {name}".encode() for name in FILES}
 

@@ -35,12 +35,12 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateTable
 
 from hadagen.errors import StorageError, UsageError
+from hadagen.files.opening import MOST_BYTES, connect_alone
 from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import DType, Numerics, Rows
 from hadagen.problem.trial import Environment, Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db import database, postgresql, schema
 from hadagen.tuning_db.bundle import Bundle
-from hadagen.tuning_db.files import MOST_BYTES, connect_alone
 from hadagen.tuning_db.make import make_bundle
 from hadagen.tuning_db.schema import SCHEMA_VERSION
 from hadagen.tuning_db.store import Store

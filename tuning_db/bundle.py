@@ -28,13 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hadagen.errors import StorageError
-from hadagen.problem.launch import PORTABLE_CLUSTER, LaunchSpec
-from hadagen.problem.operands import params_for
-from hadagen.problem.problem import Numerics, Problem
-from hadagen.problem.regimes import Cache, Destination
-from hadagen.problem.target import check_arch
-from hadagen.problem.trial import Environment, Kernel, Provenance, check_knobs, recipe_digest
-from hadagen.tuning_db.files import (
+from hadagen.files.opening import (
     FileState,
     connect_read_only,
     file_state,
@@ -43,6 +37,12 @@ from hadagen.tuning_db.files import (
     read_start,
     state_of,
 )
+from hadagen.problem.launch import PORTABLE_CLUSTER, LaunchSpec
+from hadagen.problem.operands import params_for
+from hadagen.problem.problem import Numerics, Problem
+from hadagen.problem.regimes import Cache, Destination
+from hadagen.problem.target import check_arch
+from hadagen.problem.trial import Environment, Kernel, Provenance, check_knobs, recipe_digest
 from hadagen.tuning_db.signatures import Signature, Statement
 
 SQLITE_MAGIC = b"SQLite format 3\0"

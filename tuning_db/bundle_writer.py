@@ -15,11 +15,12 @@ from typing import Any
 
 from hadagen.compiler.ptx_version import lowered
 from hadagen.errors import StorageError, UsageError
+from hadagen.files.atomic_file import atomic_file, check_place
+from hadagen.files.opening import connect_alone, deflated
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Cache
 from hadagen.problem.target import check_arch
 from hadagen.problem.trial import Kernel, Trial, knobs_key, recipe_digest
-from hadagen.tuning_db.atomic_file import atomic_file, check_place
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     FORMAT,
@@ -42,7 +43,6 @@ from hadagen.tuning_db.bundle import (
     sha256,
     winners_of,
 )
-from hadagen.tuning_db.files import connect_alone, deflated
 from hadagen.tuning_db.signatures import Signature, SigningKey
 from hadagen.tuning_db.winners import WinnerCell, cell_value, digest_of
 

@@ -32,8 +32,8 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from hadagen.errors import StorageError, UsageError, shortened, shown
+from hadagen.files.opening import connect_read_only, limit_values, read_start
 from hadagen.tuning_db import postgresql
-from hadagen.tuning_db.files import connect_read_only, limit_values, read_start
 from hadagen.tuning_db.schema import SCHEMA_VERSION, VERSION_TABLE, Base
 
 MIGRATIONS = Path(__file__).parent / "migrations"

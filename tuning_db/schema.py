@@ -20,8 +20,8 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from sqlalchemy.types import TypeDecorator
 
+from hadagen.files.opening import inflated
 from hadagen.problem.trial import Environment
-from hadagen.tuning_db.files import inflated
 
 PREFIX = "hadagen_"
 SCHEMA_VERSION = "0009"

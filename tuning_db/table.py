@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from hadagen.files.atomic_file import atomic_file, check_place
 from hadagen.problem.trial import Timing, Trial
-from hadagen.tuning_db.atomic_file import atomic_file, check_place
 from hadagen.tuning_db.winners import WinnerCell, digest_of
 
 COLUMNS = (

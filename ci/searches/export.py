@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from hadagen.files.atomic_file import atomic_file, check_place
 from hadagen.problem.trial import Outcome, Trial
-from hadagen.tuning_db.atomic_file import atomic_file, check_place
 from searches.recording import Recording
 
 OBJECTIVE = "geometric mean over the cells of time / copy"

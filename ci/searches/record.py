@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Event as Flag
 
 from hadagen.errors import StorageError
+from hadagen.files.atomic_file import unwritable
 from hadagen.measure import Cell, Runner
 from hadagen.plan.arch import Arch
 from hadagen.plan.knobs import Knobs
@@ -26,7 +27,6 @@ from hadagen.problem.trial import Environment, Outcome, Trial, utc_now
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import Build, Pipeline
 from hadagen.tuner.study import BestByCell, best_of_trials, best_scores, note_best
-from hadagen.tuning_db.atomic_file import unwritable
 from searches.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
 
 PART_SUFFIX = ".part"

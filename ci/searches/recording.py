@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from hadagen.errors import StorageError, UsageError
+from hadagen.files.atomic_file import atomic_file
+from hadagen.files.opening import read_start
 from hadagen.measure import Cell
 from hadagen.plan.arch import Arch, load_arch
 from hadagen.plan.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, KnobValue, are_known
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Cache, Destination
 from hadagen.problem.trial import Environment, Outcome, Provenance, Timing, Trial
-from hadagen.tuning_db.atomic_file import atomic_file
-from hadagen.tuning_db.files import read_start
 
 SCHEMA = 2
 SUFFIX = ".jsonl.gz"

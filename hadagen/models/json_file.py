@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hadagen.errors import StorageError, UsageError
-from hadagen.tuning_db.atomic_file import atomic_file
-from hadagen.tuning_db.files import read_start
+from hadagen.files.atomic_file import atomic_file
+from hadagen.files.opening import read_start
 
 _MOST_BYTES, _MOST_DEEP = 1 << 28, 100
 

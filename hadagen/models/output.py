@@ -23,11 +23,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hadagen.errors import StorageError, UsageError, shown
+from hadagen.files.atomic_file import atomic_file, unwritable
+from hadagen.files.lock_file import sole
 from hadagen.models.json_file import read_json, write_json
 from hadagen.models.stored import UNFINISHED
 from hadagen.owners import make_folder
-from hadagen.tuning_db.atomic_file import atomic_file, unwritable
-from hadagen.tuning_db.lock_file import sole
 
 LOCK = "hadagen-quantize.lock"  # of the process that writes, beside the plan
 _MADE = "made"  # in the plan: file → its size, its digest, and the types and shapes of its tensors

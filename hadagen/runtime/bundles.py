@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hadagen.errors import StorageError
+from hadagen.files.opening import FileState, file_state, read_start, state_of
 from hadagen.owners import fault_beside, fault_of
 from hadagen.problem.problem import Problem
 from hadagen.runtime import trust
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, NoKernelError, shipped
-from hadagen.tuning_db.files import FileState, file_state, read_start, state_of
 from hadagen.tuning_db.signatures import PublicKey
 
 VARIABLE = "HADAGEN_BUNDLE"

@@ -24,6 +24,7 @@ from hadagen.compiler.compilers import NvrtcProgram
 from hadagen.compiler.programs import Stopped
 from hadagen.compiler.toolchain import BuildFailure, Toolchain
 from hadagen.errors import DeviceError, DisturbedError, StorageError
+from hadagen.files.lock_file import turn
 from hadagen.measure import DeviceRunner, Variant, copy_sources, device_environment
 from hadagen.plan.arch import load_arch
 from hadagen.plan.knobs import Knobs, plan_of
@@ -31,7 +32,6 @@ from hadagen.plan.space import Space
 from hadagen.problem.problem import Problem, check_tunable
 from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Trial
 from hadagen.tuning_db.bundle import Bundle
-from hadagen.tuning_db.lock_file import turn
 from hadagen.tuning_db.merge import Selection, arithmetic_of, selection_of, write_selection
 from hadagen.tuning_db.winners import invariant_arithmetic, portfolio, portfolio_of, ranked_by_cell
 

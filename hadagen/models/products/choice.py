@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hadagen.errors import HadagenError, StorageError
+from hadagen.files.atomic_file import atomic_file
 from hadagen.models.json_file import read_json
 from hadagen.models.products.providers import KINDS, LIBRARY, UNPACK, fits, tile_of
 from hadagen.owners import fault_of
 from hadagen.runtime.bundles import user_directory
-from hadagen.tuning_db.atomic_file import atomic_file
 
 SHIPPED = Path(__file__).with_name("times.json")
 MOST_ROWS = 8192  # that are measured, from 1 on, in powers of two

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hadagen.errors import StorageError
+from hadagen.files.opening import read_start
 from hadagen.owners import make_folder
-from hadagen.tuning_db.files import read_start
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hadagen.errors import StorageError
+from hadagen.files.atomic_file import unwritable
+from hadagen.files.opening import file_state, state_of
 from hadagen.owners import make_folder
-from hadagen.tuning_db.atomic_file import unwritable
-from hadagen.tuning_db.files import file_state, state_of
 
 _POLL_SECONDS = 0.1
 

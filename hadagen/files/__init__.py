@@ -1,0 +1,1 @@
+"""Files that others may write too: bounded reads, atomic writes, and locks between processes."""
