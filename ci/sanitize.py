@@ -522,7 +522,7 @@ def without_former(rows: Mapping[Key, Row], gpu: str, jobs: Iterable[Job]) -> di
 
 
 def command_run(arguments: argparse.Namespace) -> int:
-    from hadagen.runtime.device import cuda_device
+    from hadagen.runtime.choose.device import cuda_device
 
     deadline = time.monotonic() + arguments.seconds
     target = cuda_device(0)

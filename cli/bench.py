@@ -30,8 +30,8 @@ from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import Cache, Destination, deciding_cache, timed_elements
 from hadagen.problem.trial import Environment, Outcome
 from hadagen.report.names import short_count
-from hadagen.runtime.choose import choose_from_bundles
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import choose_from_bundles
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.table import write_table
 

@@ -12,7 +12,7 @@ from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import timed_rows
 from hadagen.problem.target import known_archs
 from hadagen.runtime.best import BestConfig, best_config, is_near
-from hadagen.runtime.choose import Match
+from hadagen.runtime.choose.entries import Match
 
 
 @click.command()

@@ -27,9 +27,9 @@ from hadagen.measure import Cell, Choice, Ranking, Variant, cells_at, rows_betwe
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Destination, other_share
 from hadagen.problem.trial import Outcome
-from hadagen.runtime import bundles
-from hadagen.runtime.choose import choose_from_bundles
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import choose_from_bundles
 from hadagen.tuning_db.table import write_table
 from hadagen.tuning_db.winners import closest_trials
 

@@ -30,8 +30,8 @@ from hadagen.compiler.compilers import Ptxas
 from hadagen.compiler.recipes import is_recipe_of
 from hadagen.errors import StorageError, UsageError, shortened
 from hadagen.problem.regimes import LOSS
-from hadagen.runtime import bundles
-from hadagen.runtime.bundles import why_unused
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.bundles import why_unused
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import check_bundle_place, sign_bundle
 from hadagen.tuning_db.merge import (

@@ -12,9 +12,9 @@ from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainErr
 from hadagen.owners import fault_of
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import destinations
-from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
-from hadagen.runtime.device import find_device
-from hadagen.runtime.reasons import how_to_tune
+from hadagen.runtime.choose.device import find_device
+from hadagen.runtime.choose.entries import choose_from_bundles, timed_in_bundles
+from hadagen.runtime.choose.reasons import how_to_tune
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
@@ -31,7 +31,7 @@ def compile_(arch: str | None, problems: list[Problem], batch_invariant: bool, d
     needed. Later calls read the kernels from HADAGEN_CACHE, which may then be
     read-only.
     """
-    from hadagen.runtime.loading import cpus, lacking_code
+    from hadagen.runtime.launch.loading import cpus, lacking_code
 
     context = click.get_current_context()
     if all(context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT for name in ("n", "keys")):

@@ -16,8 +16,8 @@ from hadagen.errors import DeviceError
 from hadagen.problem.problem import Problem
 from hadagen.problem.target import nearest_arch
 from hadagen.problem.trial import Environment, Kernel, Trial
-from hadagen.runtime.device import Device
-from hadagen.runtime.reasons import has_bundle, how_to_tune
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.reasons import has_bundle, how_to_tune
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:

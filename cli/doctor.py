@@ -31,9 +31,9 @@ from hadagen.measure.monitor import Monitor, state_text
 from hadagen.owners import fault_of
 from hadagen.problem.problem import DType, Problem
 from hadagen.problem.target import generation, known_archs
-from hadagen.runtime import bundles
-from hadagen.runtime.choose import Match, match_of, serving
-from hadagen.runtime.device import Device, how_to_get_kernels
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.device import Device, how_to_get_kernels
+from hadagen.runtime.choose.entries import Match, match_of, serving
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 OK, MISSING, BROKEN, UNTRIED, BUSY, OFF = "ok", "missing", "broken", "untried", "busy", "off"
@@ -247,7 +247,7 @@ def _kernels() -> str:
     """The kernels that the current GPU would run, and whether they are cubins, PTX or recipes."""
     import torch
 
-    from hadagen.runtime.device import cuda_device
+    from hadagen.runtime.choose.device import cuda_device
 
     if not torch.cuda.is_available():
         raise DeviceError("PyTorch sees no GPU, so it computes the transform itself, on the CPU")

@@ -15,10 +15,10 @@ from hadagen.plan.arch import Arch
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import LOSS, REGIMES
 from hadagen.problem.trial import Environment
-from hadagen.runtime import bundles
-from hadagen.runtime.bundles import why_unused
-from hadagen.runtime.choose import called_by_size
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.bundles import why_unused
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import called_by_size
 from hadagen.tuner.events import TuneReport
 from hadagen.tuner.gains import Called, Gain
 from hadagen.tuning_db.bundle import Bundle

@@ -26,7 +26,7 @@ from hadagen.cli.output import (
 )
 from hadagen.errors import StorageError, install
 from hadagen.problem.trial import Trial
-from hadagen.runtime import bundles
+from hadagen.runtime.choose import bundles
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:

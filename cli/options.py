@@ -27,7 +27,7 @@ from hadagen.problem.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEME
 from hadagen.problem.target import arch_named, is_model
 from hadagen.problem.trial import Environment
 from hadagen.report.names import short_count
-from hadagen.runtime.bundles import user_directory
+from hadagen.runtime.choose.bundles import user_directory
 from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.table import check_table_place
 

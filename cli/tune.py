@@ -24,8 +24,8 @@ from hadagen.cli.wanted import FEW, Wanted, by_row_length, heaviest
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem.problem import Numerics, Problem, check_tunable
 from hadagen.problem.trial import Environment, Outcome, Provenance, Trial
-from hadagen.runtime import bundles
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.device import Device
 
 if TYPE_CHECKING:
     from hadagen.cli.progress import Shown
@@ -392,7 +392,7 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
     on any GPU, or are estimates if no winner of the problem was measured. A problem without winners gets the winners of
     its other numerics if its result is quantized, and with a matrix the winners of the most similar problem."""
     from hadagen.plan.knobs import Knobs
-    from hadagen.runtime.guesses import nearest_problems
+    from hadagen.runtime.choose.guesses import nearest_problems
 
     here = [bundle for bundle in bundles.known() if bundle.arch == arch.name]
     tuned = {problem for bundle in here for problem in bundle.problems()}

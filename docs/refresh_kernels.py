@@ -14,9 +14,9 @@ from hadagen.errors import UsageError
 from hadagen.problem.formats import ROW as OF_ROW
 from hadagen.problem.formats import Format
 from hadagen.problem.problem import DType
-from hadagen.runtime import reasons
-from hadagen.runtime.device import Device
-from hadagen.runtime.reasons import Asked
+from hadagen.runtime.choose import reasons
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.reasons import Asked
 from hadagen.runtime.rotation import Rotation
 
 # Hidden sizes, sizes of heads and of layers between in models.

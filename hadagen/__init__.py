@@ -38,10 +38,10 @@ if os.path.exists(os.path.join(_beside, "tuning_db", "bundle.py")):
 
 if TYPE_CHECKING:
     from hadagen.fusing.fuse import fuse
-    from hadagen.runtime.autotune import autotune
     from hadagen.runtime.best import BestConfig, best_config
-    from hadagen.runtime.choose import Match
-    from hadagen.runtime.decompositions import decompose
+    from hadagen.runtime.call.decompositions import decompose
+    from hadagen.runtime.choose.entries import Match
+    from hadagen.runtime.launch.autotune import autotune
     from hadagen.runtime.quantize import rotate_quantize
     from hadagen.runtime.quantized import Quantized
     from hadagen.runtime.rotation import Rotation
@@ -76,10 +76,10 @@ __all__ = [
 
 _LAZY = {
     "BestConfig": "hadagen.runtime.best",
-    "Match": "hadagen.runtime.choose",
-    "autotune": "hadagen.runtime.autotune",
+    "Match": "hadagen.runtime.choose.entries",
+    "autotune": "hadagen.runtime.launch.autotune",
     "best_config": "hadagen.runtime.best",
-    "decompose": "hadagen.runtime.decompositions",
+    "decompose": "hadagen.runtime.call.decompositions",
     "fuse": "hadagen.fusing.fuse",
     "Quantized": "hadagen.runtime.quantized",
     "Rotation": "hadagen.runtime.rotation",

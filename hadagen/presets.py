@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem.choices import NumericsName
 from hadagen.runtime.checks import check_is_flag
-from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.given import as_count
+from hadagen.runtime.choose.entries import BATCH_INVARIANT
+from hadagen.runtime.operands.given import as_count
+from hadagen.runtime.operands.rotate_arguments import RotateArguments
 from hadagen.runtime.quantize import check_values, rotate_quantize
 from hadagen.runtime.quantized import Quantized
-from hadagen.runtime.rotate_arguments import RotateArguments
 from hadagen.runtime.rotation import Rotation, operands_of
 from hadagen.truth import quantizer
 

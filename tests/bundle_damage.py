@@ -39,7 +39,7 @@ from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import Transform
 from hadagen.problem.regimes import Cache
 from hadagen.problem.trial import Trial, kernel_digest
-from hadagen.runtime.trust import accepting
+from hadagen.runtime.choose.trust import accepting
 from hadagen.tuning_db.bundle import TABLES, Accept, Bundle, accept_all, columns_of, sha256
 from hadagen.tuning_db.bundle_writer import sign_bundle
 from hadagen.tuning_db.signatures import SigningKey

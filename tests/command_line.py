@@ -18,7 +18,7 @@ from hadagen import measure
 from hadagen.cli.main import main
 from hadagen.errors import DeviceError
 from hadagen.problem.trial import Environment, Outcome
-from hadagen.runtime.bundles import VARIABLE
+from hadagen.runtime.choose.bundles import VARIABLE
 
 TINY = ("--n", "2", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1")
 TINY_TUNE = ("tune", "--arch", "sm90", *TINY)

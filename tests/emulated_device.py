@@ -16,8 +16,10 @@ from hadagen.problem.launch import LaunchSpec, RowShape
 from hadagen.problem.operands import LIFT, PIECES, rows_of_right
 from hadagen.problem.problem import DType, Problem, Rows, may_have_kernels
 from hadagen.problem.scale import ScaleForm
-from hadagen.runtime import calls, kernels, streams, tables
-from hadagen.runtime.rotate_arguments import in_rows, packed_size, unpack_matrices
+from hadagen.runtime.call import calls
+from hadagen.runtime.choose import tables
+from hadagen.runtime.launch import kernels, streams
+from hadagen.runtime.operands.rotate_arguments import in_rows, packed_size, unpack_matrices
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE
 from hadagen.truth.reference import transform

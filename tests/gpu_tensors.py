@@ -6,7 +6,9 @@ import torch
 from hadagen import Match, Problem, best_config, hadamard_transform
 from hadagen.gpu import driver
 from hadagen.problem.problem import Rows, padded_length
-from hadagen.runtime import kernels, slow, tables
+from hadagen.runtime.call import slow
+from hadagen.runtime.choose import tables
+from hadagen.runtime.launch import kernels
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -11,7 +11,7 @@ from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen.problem.regimes import Destination
 from hadagen.problem.trial import Trial
-from hadagen.runtime import bundles
+from hadagen.runtime.choose import bundles
 from hadagen.tuning_db.bundle import OPENED, content_digest, read_rows, rows_digest, winners_of
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import WinnerCell, portfolio

@@ -33,9 +33,12 @@ from hadagen.problem.launch import Source
 from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination
 from hadagen.problem.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
-from hadagen.runtime import autotune as asking
-from hadagen.runtime import bundles, kernels, slow, tables, warmup
-from hadagen.runtime.device import Device
+from hadagen.runtime import warmup
+from hadagen.runtime.call import slow
+from hadagen.runtime.choose import bundles, tables
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.launch import autotune as asking
+from hadagen.runtime.launch import kernels
 from hadagen.tuner import autotuner
 from hadagen.tuner.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
 from hadagen.tuning_db.bundle import FORMAT, Bundle
@@ -503,7 +506,7 @@ def test_without_the_variable_no_call_measures(
 ) -> None:
     if value is not None:
         monkeypatch.setenv(kernels.AUTOTUNE, value)
-    monkeypatch.setitem(sys.modules, "hadagen.runtime.autotune", None)
+    monkeypatch.setitem(sys.modules, "hadagen.runtime.launch.autotune", None)
     assert call() is None
     assert machine.runs == []
 
@@ -716,7 +719,7 @@ def test_with_a_compiler_and_a_measuring_process(tmp_path: Path, monkeypatch: py
 def test_it_imports_nothing_of_the_tuner() -> None:
     program = """
 import sys
-import hadagen.runtime.autotune, hadagen.tuner.autotuner
+import hadagen.runtime.launch.autotune, hadagen.tuner.autotuner
 from hadagen.measure.runner import _device_service
 import hadagen.measure.service
 print(sorted({name.partition(".")[0] for name in sys.modules} & {

@@ -33,11 +33,14 @@ from hadagen.problem.problem import DType, Numerics, Problem, Rows
 from hadagen.problem.prologues import prologue_of, width_of
 from hadagen.problem.regimes import Destination, destinations
 from hadagen.problem.trial import Trial
-from hadagen.runtime import best, bundles, calls, kernels, quantize, tables, transform_operator
+from hadagen.runtime import best, quantize
 from hadagen.runtime.best import best_config
-from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
-from hadagen.runtime.device import Device
-from hadagen.runtime.reasons import Asked, why_none
+from hadagen.runtime.call import calls, transform_operator
+from hadagen.runtime.choose import bundles, tables
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import choose_from_bundles, timed_in_bundles
+from hadagen.runtime.choose.reasons import Asked, why_none
+from hadagen.runtime.launch import kernels
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE
 from hadagen.truth.reference import verification_scale
@@ -649,7 +652,7 @@ def test_a_flag_that_is_none_is_refused() -> None:
 def test_the_variable_is_the_default(value: str, wanted: bool) -> None:
     program = """
 import torch, hadagen
-from hadagen.runtime import transform_operator
+from hadagen.runtime.call import transform_operator
 seen = []
 transform_operator.compute = lambda x, options, inplace: (seen.append(options.batch_invariant), x)[1]
 hadagen.hadamard_transform(torch.ones(2))

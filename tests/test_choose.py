@@ -25,9 +25,9 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.problem.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.problem.regimes import Cache, Destination, nearest
 from hadagen.problem.trial import Environment, Provenance
-from hadagen.runtime import bundles
-from hadagen.runtime.choose import Match, choose_from_bundles, entries_by_size, timed_in_bundles
-from hadagen.runtime.device import Device, cuda_index
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.device import Device, cuda_index
+from hadagen.runtime.choose.entries import Match, choose_from_bundles, entries_by_size, timed_in_bundles
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 HERE = Device("sm90", "NVIDIA H100 80GB HBM3")

@@ -23,7 +23,7 @@ from hadagen.problem.launch import Source
 from hadagen.problem.problem import DType, Numerics, Problem, Transform
 from hadagen.problem.regimes import Destination
 from hadagen.problem.trial import Outcome
-from hadagen.runtime.bundles import VARIABLE
+from hadagen.runtime.choose.bundles import VARIABLE
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio
 

@@ -18,7 +18,7 @@ from signing_keys import make_key
 from hadagen.cli import bench, between, options
 from hadagen.problem.problem import DType, Problem
 from hadagen.problem.trial import Environment, Outcome, Provenance
-from hadagen.runtime.bundles import VARIABLE, user_directory
+from hadagen.runtime.choose.bundles import VARIABLE, user_directory
 from hadagen.tuning_db import table
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.signatures import public_keys

@@ -19,7 +19,7 @@ from hadagen.errors import NoCompilerError
 from hadagen.gpu.gpu_class import class_name
 from hadagen.integrations.host import Host, _needs
 from hadagen.integrations.sources import missing as lacking
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose.device import Device
 from hadagen.tuning_db.bundle import Bundle, shipped
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -204,7 +204,7 @@ def test_the_doctor_finds_a_damaged_bundle() -> None:
 def test_the_doctor_reads_few_of_the_winners(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the shipped bundles, whose winners are read in seconds: those of a kernel of each compiler."""
     known = [Bundle.open(path) for path in shipped().values()]
-    monkeypatch.setattr("hadagen.runtime.bundles.known", lambda: known)
+    monkeypatch.setattr("hadagen.runtime.choose.bundles.known", lambda: known)
     read: list[str] = []
     monkeypatch.setattr("hadagen.tuning_db.bundle._timed", lambda trial, *_: read.append(trial["arch"]) or trial)
     assert {check.state for check in doctor._bundles()} == {"ok"}

@@ -28,8 +28,8 @@ from hadagen.cli import options
 from hadagen.cli.output import report_failures
 from hadagen.compiler import compilers, nvrtc
 from hadagen.errors import DeviceError, HadagenError, NoCompilerError, StorageError, printable
-from hadagen.runtime import bundles
-from hadagen.runtime.bundles import VARIABLE
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.bundles import VARIABLE
 from hadagen.tuning_db import bundle_writer
 from hadagen.tuning_db.bundle import Bundle
 
@@ -76,7 +76,7 @@ def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
 INTERRUPTED = """
 import os, signal, threading, time
 from hadagen.cli.main import main
-from hadagen.runtime import bundles
+from hadagen.runtime.choose import bundles
 
 def more():
     threading.main_thread().join()  # which waits for this thread then

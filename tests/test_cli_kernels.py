@@ -28,8 +28,8 @@ from hadagen.problem.problem import DType, Problem
 from hadagen.problem.regimes import Destination
 from hadagen.problem.target import known_archs
 from hadagen.problem.trial import Environment, Kernel, Provenance, recipe_digest
-from hadagen.runtime.bundles import VARIABLE
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose.bundles import VARIABLE
+from hadagen.runtime.choose.device import Device
 from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio

@@ -31,7 +31,7 @@ from hadagen.plan.arch import load_arch
 from hadagen.problem.problem import DType, Numerics, Problem, Transform
 from hadagen.problem.regimes import Destination, destinations, element_buckets
 from hadagen.problem.trial import Disturbed, Environment, Outcome, Provenance, Timing, Trial
-from hadagen.runtime.bundles import VARIABLE, why_unused
+from hadagen.runtime.choose.bundles import VARIABLE, why_unused
 from hadagen.tuner import estimate
 from hadagen.tuner import search as tuning
 from hadagen.tuner.estimate import BUILT_AT_ONCE

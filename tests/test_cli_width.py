@@ -15,7 +15,7 @@ from signing_keys import make_key
 from hadagen.cli.main import main
 from hadagen.cli.output import folded, print_fields, print_table, say
 from hadagen.problem.trial import Environment, Provenance
-from hadagen.runtime.bundles import VARIABLE
+from hadagen.runtime.choose.bundles import VARIABLE
 from hadagen.tuning_db.bundle import shipped
 
 pytestmark = pytest.mark.usefixtures("machine")

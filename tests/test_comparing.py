@@ -26,7 +26,7 @@ from hadagen.problem.launch import LaunchSpec
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 from hadagen.problem.regimes import Cache, Destination, element_buckets, timed_rows
 from hadagen.problem.trial import Kernel, Outcome
-from hadagen.runtime import plain_transform
+from hadagen.runtime.plain import transform as plain_transform
 
 L2 = 50 << 20
 PROBLEM = Problem.of(256, DType.FLOAT16)

@@ -47,7 +47,7 @@ from hadagen.problem.matrices import auto_orders
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Destination, timed_elements
 from hadagen.problem.trial import Trial
-from hadagen.runtime import bundles
+from hadagen.runtime.choose import bundles
 from hadagen.tuning_db.bundle import Bundle
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ from test_runtime import BOUNDS, error, normal, padded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hadagen
-from hadagen.runtime import plain_transform
+from hadagen.runtime.plain import transform as plain_transform
 
 LENGTHS = (1, 2, 3, 4, 5, 8, 12, 16, 31, 32, 64, 100, 137, 512, 1000, 4096, 5000, 40960, 1 << 16, 1 << 17)
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, needs_nvrtc]
 
 BEGIN = """
 import time, torch, hadagen
-from hadagen.runtime import bundles, tables
+from hadagen.runtime.choose import bundles, tables
 from hadagen.tuning_db.bundle import Bundle
 
 arch = "sm%d%d" % torch.cuda.get_device_capability()

@@ -19,7 +19,7 @@ from hadagen.plan.arch import load_arch
 from hadagen.problem.launch import Source
 from hadagen.problem.problem import Problem
 from hadagen.problem.trial import Kernel, Outcome
-from hadagen.runtime.device import cuda_device
+from hadagen.runtime.choose.device import cuda_device
 
 pytestmark = [pytest.mark.gpu, needs_compiler]
 

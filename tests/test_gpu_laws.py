@@ -11,7 +11,7 @@ from laws import broken_laws
 from hadagen.gpu import driver
 from hadagen.gpu.driver import DoesNotFit
 from hadagen.problem.trial import Kernel
-from hadagen.runtime.device import cuda_device
+from hadagen.runtime.choose.device import cuda_device
 from hadagen.tuning_db.bundle import Bundle
 
 pytestmark = pytest.mark.gpu

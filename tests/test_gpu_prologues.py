@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from real_compilers import needs_compiler
 
 from hadagen import Rotation, hadamard_transform, prologues, rotate_quantize
-from hadagen.runtime import tables
+from hadagen.runtime.choose import tables
 
 pytestmark = [pytest.mark.gpu, needs_compiler]
 

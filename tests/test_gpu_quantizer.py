@@ -11,7 +11,7 @@ from test_rotation import some_signs
 
 from hadagen import Rotation, presets, rotate_quantize
 from hadagen.problem.formats import FORMATS, KERNEL_LAYOUTS, TENSOR, Element, Format, Layout
-from hadagen.runtime import tables
+from hadagen.runtime.choose import tables
 from hadagen.runtime.quantized import Quantized
 from hadagen.truth import quantizer
 from hadagen.truth.quantizer import quantize

@@ -6,7 +6,7 @@ from real_compilers import needs_compiler
 
 from hadagen import Rotation, rotate_quantize
 from hadagen.problem.problem import Problem
-from hadagen.runtime import tables
+from hadagen.runtime.choose import tables
 from hadagen.truth.accuracy import relative_error
 
 pytestmark = [pytest.mark.gpu, needs_compiler]

@@ -24,9 +24,10 @@ from hadagen import Match, Problem, best_config, hadamard_transform
 from hadagen.gpu import driver
 from hadagen.problem.problem import Rows, padded_length
 from hadagen.problem.regimes import Destination
-from hadagen.runtime import bundles, kernels, streams
-from hadagen.runtime.choose import called_by_size
-from hadagen.runtime.device import find_device
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.device import find_device
+from hadagen.runtime.choose.entries import called_by_size
+from hadagen.runtime.launch import kernels, streams
 
 __all__ = ["kernels_for_this_gpu", "nothing_loaded"]  # fixtures
 pytestmark = pytest.mark.gpu

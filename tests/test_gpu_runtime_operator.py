@@ -5,7 +5,7 @@ import torch
 from gpu_tensors import assert_good, kernels_for_this_gpu, normal
 
 from hadagen import hadamard_transform
-from hadagen.runtime.transform_operator import HADAMARD
+from hadagen.runtime.call.transform_operator import HADAMARD
 
 __all__ = ["kernels_for_this_gpu"]  # a fixture
 pytestmark = pytest.mark.gpu

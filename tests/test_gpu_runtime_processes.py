@@ -61,7 +61,7 @@ before = set(sys.modules)
 import hadagen
 hadagen.hadamard_transform(x, inplace=True)
 torch.cuda.synchronize()
-from hadagen.runtime import tables
+from hadagen.runtime.choose import tables
 assert tables.found and all(tables.found.values()), "plain PyTorch did it"
 print(sorted({"optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml"} & set(sys.modules) - before))
 """

@@ -11,7 +11,7 @@ from test_runtime import padded
 import hadagen
 from hadagen import hadamard_transform
 from hadagen.gpu import driver
-from hadagen.runtime import bundles
+from hadagen.runtime.choose import bundles
 
 __all__ = ["kernels_for_this_gpu", "nothing_loaded"]  # fixtures
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from hadagen.measure import DeviceRunner, device_environment
 from hadagen.measure.monitor import state_text
 from hadagen.problem.target import model_of
 from hadagen.problem.trial import Disturbed, Outcome, Trial
-from hadagen.runtime.device import cuda_device
+from hadagen.runtime.choose.device import cuda_device
 
 __all__ = ["bench"]  # fixture
 pytestmark = pytest.mark.gpu

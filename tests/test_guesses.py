@@ -25,10 +25,11 @@ from hadagen.plan.space import build_plan
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Destination
 from hadagen.problem.trial import Provenance, Trial, recipe_digest
-from hadagen.runtime import autotune, bundles, kernels, loading, tables
-from hadagen.runtime.choose import choose_from_bundles, is_settled
-from hadagen.runtime.device import Device
-from hadagen.runtime.guesses import nearest_problems
+from hadagen.runtime.choose import bundles, tables
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import choose_from_bundles, is_settled
+from hadagen.runtime.choose.guesses import nearest_problems
+from hadagen.runtime.launch import autotune, kernels, loading
 from hadagen.tuning_db.winners import WinnerCell
 
 __all__ = ["loader"]  # a fixture

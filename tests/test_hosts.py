@@ -17,7 +17,7 @@ import torch
 from host_models import CPU, EXPECTED, NAMES, OF_TWO, Model, X, is_map_of, orthogonal, signs_of
 
 from hadagen import Rotation, TensorError, rotate_quantize
-from hadagen.runtime import sealed
+from hadagen.runtime.operands import sealed
 
 WARNING = "the values with which the Rotation was made, or that it had last, are taken instead"
 

@@ -27,25 +27,33 @@ TABLE = """
     compiler             | templates plan truth problem owners errors                | jinja2 numpy torch
     gpu                  | problem errors                                            | pynvml
     tuning_db.signatures | errors                                                    | cryptography
-    tuning_db.bundle     | files tuning_db.signatures problem errors                 |
-    tuning_db            | files tuning_db.signatures tuning_db.bundle compiler problem errors | sqlalchemy alembic
-    measure              | templates gpu truth problem errors                        | torch
-    tuner.autotuner      | measure files tuning_db tuning_db.bundle compiler plan problem errors |
+    tuning_db.bundle     | tuning_db.signatures problem files errors                 |
+    tuning_db            | tuning_db.bundle tuning_db.signatures compiler problem files errors | sqlalchemy alembic
+    measure              | gpu templates truth problem errors                        | torch
+    tuner.autotuner      | measure tuning_db tuning_db.bundle compiler plan problem files errors |
     runtime.registration |                                                           |
-    runtime              | tuner.autotuner files tuning_db.signatures tuning_db.bundle gpu compiler truth problem owners errors | torch
-    compat               | runtime problem errors                                    | torch
-    presets              | runtime truth problem errors                              | torch
-    prologues            | runtime problem errors                                    | torch
-    fusing               | prologues runtime problem errors                          | torch
+    runtime.arguments    | errors                                                    |
+    runtime.overlap      |                                                           |
+    runtime.checks       | runtime.overlap runtime.arguments problem errors          | torch
+    runtime.operands     | runtime.checks runtime.arguments problem errors           | torch
+    runtime.plain        | runtime.operands problem                                  | torch
+    runtime.choose       | runtime.arguments tuning_db.bundle tuning_db.signatures gpu compiler problem files owners errors | torch
+    runtime.launch       | runtime.choose runtime.plain runtime.operands runtime.arguments tuner.autotuner tuning_db.bundle gpu compiler truth problem owners errors | torch
+    runtime.call         | runtime.launch runtime.choose runtime.plain runtime.operands runtime.checks gpu truth problem errors | torch
+    runtime              | runtime.call runtime.launch runtime.choose runtime.operands runtime.checks runtime.overlap runtime.arguments gpu truth problem errors | torch
+    compat               | runtime runtime.call runtime.operands runtime.checks runtime.arguments problem errors | torch
+    presets              | runtime runtime.choose runtime.operands runtime.checks truth problem errors | torch
+    prologues            | runtime.checks problem errors                             | torch
+    fusing               | prologues runtime.call runtime.checks problem errors      | torch
     models.json_file     | files errors                                              |
     models.defaults      | models.json_file                                          | torch
     models.scheme        | models.defaults runtime errors                            |
     models.int4          | models.scheme errors                                      | torch
-    models.products      | models.json_file models.int4 runtime files owners errors | torch triton
-    models               | models.json_file models.products models.scheme models.int4 prologues runtime files problem owners errors | safetensors tokenizers torch
-    integrations         | models models.products models.scheme models.int4 models.defaults prologues compat runtime problem errors            | torch vllm
-    __init__             | fusing runtime.registration runtime problem errors        |
-    report               | tuning_db.bundle tuning_db plan problem errors            |
+    models.products      | models.int4 models.json_file runtime.call runtime.choose files owners errors | torch triton
+    models               | models.products models.int4 models.scheme models.json_file prologues runtime runtime.checks problem files owners errors | safetensors tokenizers torch
+    integrations         | models models.products models.int4 models.scheme models.defaults prologues compat runtime runtime.call runtime.operands runtime.checks problem errors | torch vllm
+    __init__             | fusing runtime runtime.call runtime.launch runtime.choose runtime.registration problem errors |
+    report               | tuning_db tuning_db.bundle plan problem errors            |
     report.drawing       | report problem errors                                     | bokeh jinja2
     fleet                | measure gpu compiler plan problem owners errors           | dask distributed tornado
     tuner                | *                                                         | optuna sqlalchemy

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hadagen.problem.regimes import Destination
-from hadagen.runtime.choose import timed_in_bundles
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import timed_in_bundles
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 sys.path.insert(0, str(DOCS))

@@ -22,7 +22,7 @@ from hadagen.plan.steps.matrix import Matrix, Square
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, params_for, verification_operands
 from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, DType, Problem, kernel_order
-from hadagen.runtime.rotate_arguments import combined
+from hadagen.runtime.operands.rotate_arguments import combined
 from hadagen.runtime.rotation import Rotation, operands_of
 from hadagen.truth.reference import hadamard, transform
 

@@ -34,9 +34,11 @@ from hadagen.problem.problem import Problem
 from hadagen.problem.prologues import PROLOGUES, Prologue, rounded
 from hadagen.problem.regimes import Cache, Destination
 from hadagen.problem.trial import Outcome
-from hadagen.runtime import calls, kernels, proof, streams, tables
-from hadagen.runtime.prologue_operator import OPERATOR, After, Before, rotate_after
-from hadagen.runtime.rotate_arguments import RotateArguments
+from hadagen.runtime.call import calls
+from hadagen.runtime.call.prologue_operator import OPERATOR, After, Before, rotate_after
+from hadagen.runtime.choose import tables
+from hadagen.runtime.launch import kernels, proof, streams
+from hadagen.runtime.operands.rotate_arguments import RotateArguments
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE
 from hadagen.tuner import estimate

@@ -27,9 +27,9 @@ from hadagen.measure.messages import Answer, Compare, Comparison, Look, Measure,
 from hadagen.measure.monitor import Monitor
 from hadagen.problem.target import model_of
 from hadagen.problem.trial import Disturbed, Outcome
-from hadagen.runtime import bundles, device
-from hadagen.runtime.choose import Match
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose import bundles, device
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import Match
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
 

@@ -15,8 +15,9 @@ from hadagen.compiler.cache import FILES, KernelCache, cache_root, private_root
 from hadagen.errors import StorageError
 from hadagen.files.atomic_file import atomic_file
 from hadagen.owners import fault_beside, fault_of, make_folder
-from hadagen.runtime import autotune, bundles
-from hadagen.runtime.choose import Match
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.entries import Match
+from hadagen.runtime.launch import autotune
 
 CONTENT = {name: f"content of {name}".encode() for name in FILES}
 

@@ -31,10 +31,12 @@ from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import Problem
 from hadagen.problem.prologues import ARITHMETIC, Prologue, parsed
 from hadagen.prologues import Arithmetic, Gelu, GeluMul, Mul, Relu2, SiluMul
-from hadagen.runtime import calls, kernels, streams, tables
 from hadagen.runtime import warmup as warming
-from hadagen.runtime.prologue_operator import OPERATOR, After, Before, applied, rotate_after
-from hadagen.runtime.rotate_arguments import RotateArguments
+from hadagen.runtime.call import calls
+from hadagen.runtime.call.prologue_operator import OPERATOR, After, Before, applied, rotate_after
+from hadagen.runtime.choose import tables
+from hadagen.runtime.launch import kernels, streams
+from hadagen.runtime.operands.rotate_arguments import RotateArguments
 
 HALF, BF16, DTYPES = torch.float16, torch.bfloat16, (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 N = 64  # columns of results

@@ -11,7 +11,7 @@ from emulated_device import EmulatedKernel
 from sample_trials import launch_for
 
 from hadagen.problem.problem import Problem
-from hadagen.runtime import proof
+from hadagen.runtime.launch import proof
 from hadagen.truth.reference import transform
 
 # Param → the problem whose kernels are right if they read it, and wrong if they do not.

@@ -21,7 +21,7 @@ from hadagen import (
     rotate_quantize,
 )
 from hadagen.problem.formats import FORMATS, TENSOR, Element, Format, Layout
-from hadagen.runtime import tables
+from hadagen.runtime.choose import tables
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import sample_scale
 from hadagen.truth.quantizer import memory_of

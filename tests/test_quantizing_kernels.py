@@ -22,7 +22,7 @@ from hadagen.problem.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, verification_operands
 from hadagen.problem.problem import Problem, odd_part
-from hadagen.runtime import calls, quantize_operator
+from hadagen.runtime.call import calls, quantize_operator
 from hadagen.runtime.rotation import operands_of
 from hadagen.truth.quantizer import memory_of, quantize
 from hadagen.truth.reference import hadamard, transform

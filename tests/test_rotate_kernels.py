@@ -19,8 +19,9 @@ from hadagen.plan.arch import load_arch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import Problem
-from hadagen.runtime import rotate_operator, tables
-from hadagen.runtime.rotate_arguments import (
+from hadagen.runtime.call import rotate_operator
+from hadagen.runtime.choose import tables
+from hadagen.runtime.operands.rotate_arguments import (
     addresses,
     pack_matrix,
     pack_signs,

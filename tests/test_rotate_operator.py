@@ -12,9 +12,9 @@ from test_runtime_operator import R, compiled
 
 from hadagen import Rotation
 from hadagen.errors import TensorError
-from hadagen.runtime.named import NAMED_MATRIX, named_matrix, named_on, stored_matrix
-from hadagen.runtime.rotate_arguments import pack_pair, pack_signs
-from hadagen.runtime.rotate_operator import ROTATE, RotateArguments
+from hadagen.runtime.call.named import NAMED_MATRIX, named_matrix, named_on, stored_matrix
+from hadagen.runtime.call.rotate_operator import ROTATE, RotateArguments
+from hadagen.runtime.operands.rotate_arguments import pack_pair, pack_signs
 from hadagen.runtime.rotation import operands_of
 
 SIGNS = {"signs": some_signs(40), "signs_after": some_signs(40, seed=1)}

@@ -21,8 +21,9 @@ from test_runtime import BOUNDS, error, normal
 from hadagen import Rotation, hadamard_transform, rotate_quantize
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem.matrices import _TABLE, NAMES, find_matrix
-from hadagen.runtime import named, plain_transform
-from hadagen.runtime.rotate_operator import ROTATE
+from hadagen.runtime.call import named
+from hadagen.runtime.call.rotate_operator import ROTATE
+from hadagen.runtime.plain import transform as plain_transform
 from hadagen.runtime.rotation import operands_of
 
 NAMED = sorted((key for key in _TABLE if key[0] in NAMES), key=lambda key: (key[1], key[0]))
@@ -625,7 +626,7 @@ def test_a_result_is_not_written_over_the_buffers_of_the_rotation(monkeypatch: p
         r(x.clone(), inplace=True)
         # A call that comes again, whose kernel is known.
         with monkeypatch.context() as patch:
-            patch.setattr("hadagen.runtime.tables.calls", defaultdict(lambda: run))
+            patch.setattr("hadagen.runtime.choose.tables.calls", defaultdict(lambda: run))
             assert not r(x.clone(), inplace=True).any()
             for part in (values, buffer[48:][: 2 * r.n].view(torch.float16)):
                 with pytest.raises(TensorError, match=f"x shares memory with {name} of the rotation"):

@@ -26,9 +26,12 @@ from hadagen.problem.launch import ENTRY
 from hadagen.problem.problem import Problem, Transform
 from hadagen.problem.regimes import Destination
 from hadagen.problem.trial import Environment, Kernel, Provenance, recipe_digest
-from hadagen.runtime import bundles, calls, kernels, loading, slow, streams, tables, warmup
-from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
-from hadagen.runtime.device import Device
+from hadagen.runtime import warmup
+from hadagen.runtime.call import calls, slow
+from hadagen.runtime.choose import bundles, tables
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import choose_from_bundles, timed_in_bundles
+from hadagen.runtime.launch import kernels, loading, streams
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import WinnerCell

@@ -18,7 +18,8 @@ from hadagen.compat import hadacore
 from hadagen.errors import TensorError
 from hadagen.problem.problem import Rows
 from hadagen.problem.scale import ScaleForm
-from hadagen.runtime import calls, tables, transform_operator
+from hadagen.runtime.call import calls, transform_operator
+from hadagen.runtime.choose import tables
 
 __all__ = ["device"]  # a fixture
 HALF = torch.float16
@@ -143,7 +144,9 @@ def test_a_transform_that_comes_again_is_one_look_up(device: EmulatedDevice, mon
     x = normal(3, 64, dtype=HALF)
     hadamard_transform(x, 0.5)
     searches = device.searches
-    monkeypatch.setattr("hadagen.runtime.transform_operator.HADAMARD.functional", None)  # the dispatcher is not asked
+    monkeypatch.setattr(
+        "hadagen.runtime.call.transform_operator.HADAMARD.functional", None
+    )  # the dispatcher is not asked
     for again in (x, x.clone()):
         assert same(hadamard_transform(again, 0.5), padded(x, 0.5))
     assert device.searches == searches
@@ -321,7 +324,9 @@ def test_a_forked_child_knows_nothing_of_its_parent() -> None:
 import os
 import torch, hadagen
 from hadagen.problem.problem import Problem, Rows
-from hadagen.runtime import transform_operator, kernels, tables
+from hadagen.runtime.call import transform_operator
+from hadagen.runtime.launch import kernels
+from hadagen.runtime.choose import tables
 hadagen.hadamard_transform(torch.randn(3, 8))
 remembered = (tables.timed, tables.found, tables.loaded, tables.unfit, tables.calls)
 for table in remembered:

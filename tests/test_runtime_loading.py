@@ -17,8 +17,8 @@ from hadagen.errors import DeviceError, NoCompilerError, StorageError, Toolchain
 from hadagen.gpu.driver import DoesNotFit, DriverError, LoadedKernel
 from hadagen.problem.launch import ENTRY
 from hadagen.problem.trial import Kernel, Trial, recipe_digest
-from hadagen.runtime import loading
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.launch import loading
 from hadagen.tuning_db.bundle import Bundle
 
 HERE = Device("sm90", H100.gpu)

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hadagen import Rotation, hadamard_transform
 from hadagen.errors import TensorError, UsageError
-from hadagen.runtime import transform_operator
-from hadagen.runtime.transform_operator import HADAMARD
+from hadagen.runtime.call import transform_operator
+from hadagen.runtime.call.transform_operator import HADAMARD
 
 SIZES = [8, 6]  # and one whose rows are zero-padded
 

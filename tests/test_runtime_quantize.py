@@ -16,8 +16,10 @@ from test_quantize import ALL, PERMUTED, R, normal, scale_for
 import hadagen
 from hadagen import Rotation, TensorError, presets, rotate_quantize
 from hadagen.problem.formats import KERNEL_LAYOUTS, TENSOR, Layout
-from hadagen.runtime import kernels, tables, warmup
-from hadagen.runtime.calls import Run
+from hadagen.runtime import warmup
+from hadagen.runtime.call.calls import Run
+from hadagen.runtime.choose import tables
+from hadagen.runtime.launch import kernels
 from hadagen.runtime.quantized import Quantized
 from hadagen.truth.quantizer import memory_of
 

@@ -14,8 +14,9 @@ from signing_keys import make_key, no_passphrase, read_key
 
 import hadagen
 from hadagen.errors import StorageError, UsageError
-from hadagen.runtime import autotune, bundles, trust
-from hadagen.runtime.choose import Match
+from hadagen.runtime.choose import bundles, trust
+from hadagen.runtime.choose.entries import Match
+from hadagen.runtime.launch import autotune
 from hadagen.tuning_db.bundle import FORMAT, MOST_SIGNATURES, SIGNED, Bundle
 from hadagen.tuning_db.bundle_writer import sign_bundle
 from hadagen.tuning_db.merge import merge_bundles

@@ -19,10 +19,13 @@ from hadagen.problem.formats import Format
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Destination
 from hadagen.problem.scale import ScaleForm
-from hadagen.runtime import kernels, reasons, slow, tables, warmup
-from hadagen.runtime.choose import has_kernel, timed_in_bundles
-from hadagen.runtime.device import Device
-from hadagen.runtime.reasons import Asked, why_none
+from hadagen.runtime import warmup
+from hadagen.runtime.call import slow
+from hadagen.runtime.choose import reasons, tables
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import has_kernel, timed_in_bundles
+from hadagen.runtime.choose.reasons import Asked, why_none
+from hadagen.runtime.launch import kernels
 
 __all__ = ["device"]  # a fixture
 SM90 = Device("sm90", "NVIDIA H100 80GB HBM3")
@@ -322,7 +325,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(warmup, "cuda_index", lambda device: 0)
     monkeypatch.setattr(warmup, "_row", lambda columns, dtype, device: torch.empty(1, columns, dtype=dtype))
-    monkeypatch.setattr("hadagen.runtime.calls.takes_kernels", lambda x: True)
+    monkeypatch.setattr("hadagen.runtime.call.calls.takes_kernels", lambda x: True)
     monkeypatch.setattr(warmup, "compile_missing", lambda chosen, target: None)
     monkeypatch.setattr(kernels, "find", lambda *kind: loaded.append(kind))
     yield loaded

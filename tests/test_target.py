@@ -22,8 +22,8 @@ from hadagen.problem.target import (
     known_archs,
     nearest_arch,
 )
-from hadagen.runtime import bundles
-from hadagen.runtime.device import Device, how_to_get_kernels
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.device import Device, how_to_get_kernels
 from hadagen.tuning_db import bundle_writer
 from hadagen.tuning_db.winners import portfolio
 

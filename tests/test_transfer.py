@@ -29,9 +29,9 @@ from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import LOSS, Destination, destinations, element_buckets
 from hadagen.problem.target import generation, known_archs
 from hadagen.problem.trial import Provenance, Trial
-from hadagen.runtime import bundles
-from hadagen.runtime.choose import Match, choose_from_bundles
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose import bundles
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import Match, choose_from_bundles
 from hadagen.tuner import transfer
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.transfer import estimated_winners
@@ -286,7 +286,7 @@ def test_the_doctor_says_what_runs_from_recipes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(bundles.VARIABLE, str(shipped()["sm80"]))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("hadagen.runtime.device.cuda_device", lambda index: Device("sm80", "NVIDIA A100"))
+    monkeypatch.setattr("hadagen.runtime.choose.device.cuda_device", lambda index: Device("sm80", "NVIDIA A100"))
 
     driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, 12040))
     monkeypatch.setattr("hadagen.gpu.driver.bindings", lambda: driver)
@@ -312,5 +312,7 @@ def test_the_doctor_says_what_runs_from_recipes(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(NoCompilerError, match="NVRTC was not found; install it"):
         doctor._kernels()
     monkeypatch.setenv(bundles.VARIABLE, str(shipped()["sm90"]))
-    monkeypatch.setattr("hadagen.runtime.device.cuda_device", lambda index: Device("sm120", "NVIDIA GeForce RTX 5090"))
+    monkeypatch.setattr(
+        "hadagen.runtime.choose.device.cuda_device", lambda index: Device("sm120", "NVIDIA GeForce RTX 5090")
+    )
     assert "; they are for sm90; the driver compiles PTX of older archs instead, because NVRTC was" in doctor._kernels()

@@ -24,7 +24,7 @@ from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import DType, Numerics, Problem, Rows
 from hadagen.problem.regimes import Cache, Destination, regime, timed_elements
 from hadagen.problem.trial import Environment, Kernel, Outcome, Provenance, Trial, knobs_key
-from hadagen.runtime.guesses import nearest_problems
+from hadagen.runtime.choose.guesses import nearest_problems
 from hadagen.tuner import mirror, search
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import BatchBuilt, Event, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished

@@ -20,9 +20,9 @@ from hadagen.errors import TensorError, shown
 from hadagen.problem.problem import kernel_order, padded_length
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import is_flag
+from hadagen.runtime.call.named import named_matrix
+from hadagen.runtime.call.rotate_operator import rotate
 from hadagen.runtime.checks import check_call, check_is_tensor, has_values, is_symbolic, stands_for_a_tensor
-from hadagen.runtime.named import named_matrix
-from hadagen.runtime.rotate_operator import rotate
 
 __all__ = [
     "hadamard_transform",

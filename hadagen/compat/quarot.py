@@ -20,7 +20,9 @@ from hadagen.problem.matrices import find_matrix, find_orders
 from hadagen.problem.problem import kernel_order
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
-from hadagen.runtime.calls import has_only_memory
+from hadagen.runtime.call.calls import has_only_memory
+from hadagen.runtime.call.named import matrix_of, named_matrix
+from hadagen.runtime.call.rotate_operator import rotate
 from hadagen.runtime.checks import (
     check_alike,
     check_is_flag,
@@ -29,10 +31,8 @@ from hadagen.runtime.checks import (
     kind_of,
     stands_for_a_tensor,
 )
-from hadagen.runtime.given import as_count
-from hadagen.runtime.named import matrix_of, named_matrix
-from hadagen.runtime.rotate_arguments import combined, pack_matrices
-from hadagen.runtime.rotate_operator import rotate
+from hadagen.runtime.operands.given import as_count
+from hadagen.runtime.operands.rotate_arguments import combined, pack_matrices
 
 __all__ = [
     "HadamardTransform",

@@ -20,7 +20,8 @@ from hadagen.compat.fast_hadamard_transform import (
     hadamard_transform_40N,
 )
 from hadagen.errors import TensorError
-from hadagen.runtime.calls import check_apart, has_only_memory
+from hadagen.runtime.call.calls import check_apart, has_only_memory
+from hadagen.runtime.call.operators import check_autograd_follows
 from hadagen.runtime.checks import (
     check_alike,
     check_is_tensor,
@@ -31,7 +32,6 @@ from hadagen.runtime.checks import (
     kind_of,
     stands_for_a_tensor,
 )
-from hadagen.runtime.operators import check_autograd_follows
 
 __all__ = [
     "hadamard_transform",

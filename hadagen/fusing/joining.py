@@ -31,8 +31,8 @@ from hadagen.fusing.matching import Found
 from hadagen.fusing.steps import FusedCall, Options, rotated_by, step_of, why_without_kernel
 from hadagen.problem.formats import Format
 from hadagen.prologues import Mul
+from hadagen.runtime.call.prologue_operator import text_of
 from hadagen.runtime.checks import QUANTIZED
-from hadagen.runtime.prologue_operator import text_of
 
 _aten = torch.ops.aten
 _HERE = str(Path(__file__).parents[1])

@@ -11,10 +11,10 @@ from torch.fx import Node
 from hadagen.fusing.graphs import arguments, columns_of, made, value_of
 from hadagen.problem.formats import ROW, TENSOR, Format
 from hadagen.problem.prologues import parsed
-from hadagen.runtime.prologue_operator import OPERATOR
-from hadagen.runtime.quantize_operator import NEW
-from hadagen.runtime.rotate_operator import ROTATE
-from hadagen.runtime.transform_operator import HADAMARD
+from hadagen.runtime.call.prologue_operator import OPERATOR
+from hadagen.runtime.call.quantize_operator import NEW
+from hadagen.runtime.call.rotate_operator import ROTATE
+from hadagen.runtime.call.transform_operator import HADAMARD
 
 
 class Options(NamedTuple):

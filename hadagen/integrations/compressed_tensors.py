@@ -23,10 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadagen.errors import UsageError, shown
 from hadagen.integrations.host import COMPRESSED_TENSORS as HOST
 from hadagen.integrations.host import Changed
-from hadagen.runtime import slow
+from hadagen.runtime.call import slow
 from hadagen.runtime.checks import DTYPES, plain
+from hadagen.runtime.operands.sealed import StorageWeakRef, version_of
 from hadagen.runtime.rotation import Rotation
-from hadagen.runtime.sealed import StorageWeakRef, version_of
 
 _MODULE = "compressed_tensors.transform"
 _HELD = "_hadagen_rotation"

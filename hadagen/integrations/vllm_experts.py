@@ -21,7 +21,7 @@ from hadagen.models.experts import check_activations
 from hadagen.models.layers import OF_WEIGHT, OfWeight, codes_of_input, product_of
 from hadagen.models.scheme import Online, Scheme
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime.operators import register
+from hadagen.runtime.call.operators import register
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 

@@ -16,9 +16,9 @@ from hadagen.problem.regimes import Destination
 from hadagen.problem.target import arch_of_gpu
 from hadagen.problem.trial import Provenance
 from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_count, is_one_of, name_of
-from hadagen.runtime.choose import BATCH_INVARIANT, Match, as_problem, choose_from_bundles
-from hadagen.runtime.device import Device, find_device
-from hadagen.runtime.reasons import Asked, why_none
+from hadagen.runtime.choose.device import Device, find_device
+from hadagen.runtime.choose.entries import BATCH_INVARIANT, Match, as_problem, choose_from_bundles
+from hadagen.runtime.choose.reasons import Asked, why_none
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ import torch
 
 from hadagen.errors import UsageError
 from hadagen.problem.matrices import MAX_GIVEN_ORDER, find_orders
+from hadagen.runtime.call.named import matrix_of
 from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of, plain
-from hadagen.runtime.named import matrix_of
 from hadagen.runtime.overlap import overlaps_itself
 
 _NAME = "compressed-tensors"

@@ -22,8 +22,9 @@ from hadagen.errors import DeviceError
 from hadagen.gpu import driver
 from hadagen.problem.launch import X, Y
 from hadagen.problem.problem import Rows
-from hadagen.runtime import kernels, streams, transform_operator
-from hadagen.runtime.device import cuda_index
+from hadagen.runtime.call import transform_operator
+from hadagen.runtime.choose.device import cuda_index
+from hadagen.runtime.launch import kernels, streams
 from hadagen.runtime.transform import hadamard_transform
 
 ROWS, N = 64, 128

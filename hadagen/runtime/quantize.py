@@ -14,9 +14,25 @@ from hadagen.problem.choices import FormatName, LayoutName, NumericsName, RuleNa
 from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.problem import Problem, Rows
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime import calls, kernels, slow
 from hadagen.runtime.arguments import as_int
-from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, result_like, rotation_problem
+from hadagen.runtime.call import calls, slow
+from hadagen.runtime.call.calls import Run, has_only_memory, needs_derivative, number_of, result_like, rotation_problem
+from hadagen.runtime.call.prologue_operator import Before, applied, rotate_after, text_of
+from hadagen.runtime.call.quantize_operator import (
+    INTO,
+    NAMES,
+    NEW,
+    After,
+    check_free,
+    check_outputs,
+    fill_up,
+    make,
+    outputs_of,
+    problem_for,
+    written_of,
+)
+from hadagen.runtime.call.rotate_operator import ROTATE
+from hadagen.runtime.call.sharded import check_new, is_divided, is_sharded, joined, like_heads, shards_of, whole_of
 from hadagen.runtime.checks import (
     QUANTIZED,
     REAL,
@@ -32,26 +48,11 @@ from hadagen.runtime.checks import (
     plain,
     shape_of,
 )
-from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.prologue_operator import Before, applied, rotate_after, text_of
-from hadagen.runtime.quantize_operator import (
-    INTO,
-    NAMES,
-    NEW,
-    After,
-    check_free,
-    check_outputs,
-    fill_up,
-    make,
-    outputs_of,
-    problem_for,
-    written_of,
-)
+from hadagen.runtime.choose.entries import BATCH_INVARIANT
+from hadagen.runtime.launch import kernels
+from hadagen.runtime.operands.rotate_arguments import RotateArguments, check
 from hadagen.runtime.quantized import Quantized
-from hadagen.runtime.rotate_arguments import RotateArguments, check
-from hadagen.runtime.rotate_operator import ROTATE
 from hadagen.runtime.rotation import Rotation, buffers_of, memory_of, number_for, operands_of
-from hadagen.runtime.sharded import check_new, is_divided, is_sharded, joined, like_heads, shards_of, whole_of
 
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 from hadagen.errors import TensorError, UsageError, shown
 from hadagen.problem.formats import ROW, TENSOR, Element, Format, Layout
+from hadagen.runtime.call.sharded import Shards, is_sharded, joined, local_of
 from hadagen.runtime.checks import (
     check_alike,
     check_dtype,
@@ -24,7 +25,6 @@ from hadagen.runtime.checks import (
     kind_of,
     plain,
 )
-from hadagen.runtime.sharded import Shards, is_sharded, joined, local_of
 from hadagen.truth import quantizer
 
 

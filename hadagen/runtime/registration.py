@@ -31,14 +31,14 @@ def _when_imported(name: str, run: Callable[[], None]) -> None:
 def _register() -> None:
     with suppress(Exception):  # which the first use of a name raises, and `import torch` must not
         # These import all others.
-        for name in ("runtime.transform", "runtime.quantize", "runtime.prologue_operator", "models.products.operator"):
+        for name in ("runtime.transform", "runtime.quantize", "models.products.operator"):
             import_module(f"hadagen.{name}")
     _when_imported("torch.utils.flop_counter", _register_flops)
 
 
 def _register_flops() -> None:
     with suppress(Exception):  # a release with another counter, which then counts nothing for these operators
-        import_module("hadagen.runtime.flops")
+        import_module("hadagen.runtime.call.flops")
 
 
 class _Finder(MetaPathFinder):

@@ -18,9 +18,9 @@ from hadagen.problem.choices import NumericsName
 from hadagen.problem.matrices import find_matrix, find_orders
 from hadagen.problem.problem import Transform, transform_for
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime import sealed, slow
 from hadagen.runtime.arguments import as_int, explained, is_one_of
-from hadagen.runtime.calls import (
+from hadagen.runtime.call import slow
+from hadagen.runtime.call.calls import (
     ALIGNMENT,
     Range,
     again,
@@ -33,6 +33,20 @@ from hadagen.runtime.calls import (
     number_of,
     result_like,
 )
+from hadagen.runtime.call.named import (
+    REGULAR,
+    folds,
+    matrix_of,
+    named_matrix,
+    named_on,
+    regular_diagonal,
+    scale_of,
+    stored_matrix,
+    stored_on,
+)
+from hadagen.runtime.call.prologue_operator import rotated_after, text_of, traced_after
+from hadagen.runtime.call.rotate_operator import ROTATE
+from hadagen.runtime.call.sharded import check_new, is_sharded, joined, local_of, shards_of
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
@@ -47,9 +61,10 @@ from hadagen.runtime.checks import (
     plain,
     stands_for_a_tensor,
 )
-from hadagen.runtime.choose import BATCH_INVARIANT
+from hadagen.runtime.choose.entries import BATCH_INVARIANT
 from hadagen.runtime.compressed_tensors import rotation_of
-from hadagen.runtime.given import (
+from hadagen.runtime.operands import sealed
+from hadagen.runtime.operands.given import (
     as_count,
     as_matrices,
     as_orders,
@@ -64,19 +79,7 @@ from hadagen.runtime.given import (
     unpack_given,
     why_not_orthogonal,
 )
-from hadagen.runtime.named import (
-    REGULAR,
-    folds,
-    matrix_of,
-    named_matrix,
-    named_on,
-    regular_diagonal,
-    scale_of,
-    stored_matrix,
-    stored_on,
-)
-from hadagen.runtime.prologue_operator import rotated_after, text_of, traced_after
-from hadagen.runtime.rotate_arguments import (
+from hadagen.runtime.operands.rotate_arguments import (
     TRAILER,
     RotateArguments,
     check,
@@ -84,9 +87,7 @@ from hadagen.runtime.rotate_arguments import (
     pack_signs,
     unpack_signs,
 )
-from hadagen.runtime.rotate_operator import ROTATE
-from hadagen.runtime.sealed_module import SealedModule, Watched
-from hadagen.runtime.sharded import check_new, is_sharded, joined, local_of, shards_of
+from hadagen.runtime.operands.sealed_module import SealedModule, Watched
 
 _GIVEN, _MOVE = "given", "move one of them with .to"
 # The largest block with the regular matrix, whose diagonal is stored.

@@ -11,8 +11,11 @@ from torch.overrides import handle_torch_function
 from hadagen.problem.choices import NumericsName
 from hadagen.problem.problem import padded_length
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime import slow
-from hadagen.runtime.calls import again, is_plain, result_like
+from hadagen.runtime.call import slow
+from hadagen.runtime.call.calls import again, is_plain, result_like
+from hadagen.runtime.call.prologue_operator import check_target, rotated_after, text_of
+from hadagen.runtime.call.sharded import check_new, is_sharded, joined, shards_of
+from hadagen.runtime.call.transform_operator import HADAMARD, Options
 from hadagen.runtime.checks import (
     REAL,
     check_call,
@@ -24,11 +27,8 @@ from hadagen.runtime.checks import (
     is_symbolic,
     stands_for_a_tensor,
 )
-from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.prologue_operator import check_target, rotated_after, text_of
-from hadagen.runtime.rotate_arguments import RotateArguments
-from hadagen.runtime.sharded import check_new, is_sharded, joined, shards_of
-from hadagen.runtime.transform_operator import HADAMARD, Options
+from hadagen.runtime.choose.entries import BATCH_INVARIANT
+from hadagen.runtime.operands.rotate_arguments import RotateArguments
 
 _NEARLY = 1e-3  # relative, as a scale may have been rounded
 _has_warned = False

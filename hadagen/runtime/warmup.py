@@ -15,17 +15,18 @@ from hadagen.problem.formats import Format
 from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_format, padded_length
 from hadagen.problem.prologues import Prologue, name_of, named
 from hadagen.problem.regimes import Destination
-from hadagen.runtime import kernels, tables
 from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_flag
+from hadagen.runtime.call.slow import asked_of, tell
 from hadagen.runtime.checks import plain
-from hadagen.runtime.choose import BATCH_INVARIANT, is_served
-from hadagen.runtime.device import cuda_device, cuda_index
-from hadagen.runtime.kernels import Kind, problem_of
-from hadagen.runtime.loading import compile_missing
+from hadagen.runtime.choose import tables
+from hadagen.runtime.choose.device import cuda_device, cuda_index
+from hadagen.runtime.choose.entries import BATCH_INVARIANT, is_served
+from hadagen.runtime.choose.reasons import Asked, why_none
+from hadagen.runtime.launch import kernels
+from hadagen.runtime.launch.kernels import Kind, problem_of
+from hadagen.runtime.launch.loading import compile_missing
 from hadagen.runtime.quantize import problems_of
-from hadagen.runtime.reasons import Asked, why_none
 from hadagen.runtime.rotation import Rotation
-from hadagen.runtime.slow import asked_of, tell
 
 
 @explained(TypeError)

@@ -11,8 +11,8 @@ from hadagen.plan.knobs import Knobs
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import LOSS, Destination, destinations, nearest
 from hadagen.problem.trial import Outcome, Trial
-from hadagen.runtime.choose import called_by_size
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.entries import called_by_size
 from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import WinnerCell, cell_value

@@ -32,7 +32,7 @@ from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space
 from hadagen.problem.problem import MAX_LOG2_N, RIGHT_ORDERS, DType, Numerics, Problem, check_tunable
 from hadagen.problem.trial import Outcome, Trial, knobs_key
-from hadagen.runtime.guesses import nearest_problems
+from hadagen.runtime.choose.guesses import nearest_problems
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import (
     Listener,

@@ -22,7 +22,7 @@ from hadagen.files.atomic_file import atomic_file
 from hadagen.models.json_file import read_json
 from hadagen.models.products.providers import KINDS, LIBRARY, UNPACK, fits, tile_of
 from hadagen.owners import fault_of
-from hadagen.runtime.bundles import user_directory
+from hadagen.runtime.choose.bundles import user_directory
 
 SHIPPED = Path(__file__).with_name("times.json")
 MOST_ROWS = 8192  # that are measured, from 1 on, in powers of two

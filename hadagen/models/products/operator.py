@@ -13,8 +13,8 @@ from hadagen.models.products import providers
 from hadagen.models.products.choice import choose, chosen
 from hadagen.models.products.library import capability, int8_product, with_int8_weight
 from hadagen.models.products.operands import Operands, check_rows
-from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.operators import register
+from hadagen.runtime.call.operators import register
+from hadagen.runtime.choose.entries import BATCH_INVARIANT
 
 _KINDS = {dtype: kind for kind, dtype in providers.KINDS.items()}
 _failed: set[tuple[str, int, torch.dtype, torch.dtype]] = set()  # (provider, device, types of codes and results)

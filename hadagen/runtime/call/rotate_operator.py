@@ -10,13 +10,16 @@ from __future__ import annotations
 import torch
 
 from hadagen.problem.problem import Problem
-from hadagen.runtime import calls, decompositions, plain_rotation, sealed, slow, streams, transform_operator
-from hadagen.runtime.calls import ALIGNMENT, Run, launch_of, number_of, rotation_problem
+from hadagen.runtime.call import calls, decompositions, slow, transform_operator
+from hadagen.runtime.call.calls import ALIGNMENT, Run, launch_of, number_of, rotation_problem
+from hadagen.runtime.call.operators import LinearOperator
+from hadagen.runtime.call.sharded import is_sharded, joined, shards_of
 from hadagen.runtime.checks import check_alike, check_like, check_writable
-from hadagen.runtime.choose import BATCH_INVARIANT
-from hadagen.runtime.operators import LinearOperator
-from hadagen.runtime.rotate_arguments import RotateArguments, check
-from hadagen.runtime.sharded import is_sharded, joined, shards_of
+from hadagen.runtime.choose.entries import BATCH_INVARIANT
+from hadagen.runtime.launch import streams
+from hadagen.runtime.operands import sealed
+from hadagen.runtime.operands.rotate_arguments import RotateArguments, check
+from hadagen.runtime.plain import rotation as plain_rotation
 
 
 def rotated(x: torch.Tensor, of: RotateArguments, inplace: bool) -> torch.Tensor:

@@ -15,9 +15,9 @@ from hadagen.gpu import driver
 from hadagen.gpu.driver import DriverError, LoadedKernel
 from hadagen.problem.launch import ENTRY
 from hadagen.problem.problem import Problem
-from hadagen.runtime.device import Device
-from hadagen.runtime.guesses import may_be_guessed
-from hadagen.runtime.proof import is_right
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.guesses import may_be_guessed
+from hadagen.runtime.launch.proof import is_right
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from hadagen.problem.operands import MATRIX, sizes_for, verification_operands
 from hadagen.problem.problem import LARGE, DType, Problem
 from hadagen.problem.prologues import prologue_of
 from hadagen.problem.regimes import destinations
-from hadagen.runtime import plain_transform
-from hadagen.runtime.plain_rotation import rotate_into
-from hadagen.runtime.rotate_arguments import RotateArguments, addresses, pack_matrix, pack_pair, pack_real
+from hadagen.runtime.operands.rotate_arguments import RotateArguments, addresses, pack_matrix, pack_pair, pack_real
+from hadagen.runtime.plain import transform as plain_transform
+from hadagen.runtime.plain.rotation import rotate_into
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE, relative_error, sample_scale
 

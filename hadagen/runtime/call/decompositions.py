@@ -20,7 +20,7 @@ from torch._functorch import config
 from hadagen.errors import UsageError
 from hadagen.problem.formats import ROW, TENSOR, Element, Format, Layout
 from hadagen.problem.problem import kernel_order, padded_length
-from hadagen.runtime.rotate_arguments import TRAILER, RotateArguments, unpack_matrices
+from hadagen.runtime.operands.rotate_arguments import TRAILER, RotateArguments, unpack_matrices
 from hadagen.truth import quantizer
 
 # H is a Kronecker product of matrices of at most this order, and one product multiplies by each.

@@ -15,12 +15,12 @@ import torch
 
 from hadagen.errors import SlowPathWarning
 from hadagen.problem.problem import Numerics
-from hadagen.runtime import tables
-from hadagen.runtime.calls import ALIGNMENT
+from hadagen.runtime.call.calls import ALIGNMENT
 from hadagen.runtime.checks import plain
-from hadagen.runtime.device import cuda_device
-from hadagen.runtime.reasons import Asked, why_none
-from hadagen.runtime.rotate_arguments import RotateArguments, is_packed, is_pair, is_real
+from hadagen.runtime.choose import tables
+from hadagen.runtime.choose.device import cuda_device
+from hadagen.runtime.choose.reasons import Asked, why_none
+from hadagen.runtime.operands.rotate_arguments import RotateArguments, is_packed, is_pair, is_real
 
 _MOST_SEEN = 4096  # because a program may have ever new row lengths
 _seen: set[tuple[int, Asked]] = set()  # calls whose problem has been told, as they were asked

@@ -10,7 +10,7 @@ from functools import lru_cache
 from hadagen.problem.problem import Io, Problem, Rows, difference
 from hadagen.problem.target import known_archs
 from hadagen.problem.trial import Environment, Provenance, knobs_key, recipe_digest
-from hadagen.runtime.device import Device
+from hadagen.runtime.choose.device import Device
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 

@@ -13,7 +13,7 @@ from hadagen.errors import StorageError
 from hadagen.files.opening import FileState, file_state, read_start, state_of
 from hadagen.owners import fault_beside, fault_of
 from hadagen.problem.problem import Problem
-from hadagen.runtime import trust
+from hadagen.runtime.choose import trust
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, NoKernelError, shipped
 from hadagen.tuning_db.signatures import PublicKey
 

@@ -35,10 +35,10 @@ from hadagen.problem.problem import Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination, destinations, nearest
 from hadagen.problem.target import generation
 from hadagen.problem.trial import Provenance
-from hadagen.runtime import bundles, tables
 from hadagen.runtime.arguments import as_int, name_of
-from hadagen.runtime.device import Device
-from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems, rules_of
+from hadagen.runtime.choose import bundles, tables
+from hadagen.runtime.choose.device import Device
+from hadagen.runtime.choose.guesses import adapted, may_be_guessed, nearest_problems, rules_of
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 # Whether calls that do not say want the same bits for a row in every call.

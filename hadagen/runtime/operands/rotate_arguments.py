@@ -15,7 +15,7 @@ from hadagen.problem.operands import ENTRY_BYTES, PIECES
 from hadagen.problem.problem import MAX_ORDER, DType, kernel_order, may_have_kernels, may_have_paired
 from hadagen.runtime.checks import check_alike, check_call, check_same_device, plain
 
-TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
+TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.operands.sealed`
 _PART = 16  # rows and columns of a part of a packed matrix
 
 

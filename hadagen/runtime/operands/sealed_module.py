@@ -1,7 +1,7 @@
 """`SealedModule`: a module whose sealed buffers other libraries may load, cast, move, shard, broadcast or leave out.
 
-This file decides when a buffer is read, repaired or refused. `hadagen.runtime.sealed` defines the bytes of a buffer.
-`hadagen.runtime.rotation.Rotation`, the subclass, gives the values their meaning.
+This file decides when a buffer is read, repaired or refused. `hadagen.runtime.operands.sealed` defines the bytes of a
+buffer. `hadagen.runtime.rotation.Rotation`, the subclass, gives the values their meaning.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from hadagen.errors import TensorError, UsageError
-from hadagen.runtime import sealed
-from hadagen.runtime.rotate_arguments import TRAILER
+from hadagen.runtime.operands import sealed
+from hadagen.runtime.operands.rotate_arguments import TRAILER
 
 Self = TypeVar("Self", bound="SealedModule")
 

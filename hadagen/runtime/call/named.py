@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hadagen.errors import TensorError
 from hadagen.problem.matrices import find_matrix
 from hadagen.problem.problem import kernel_order
-from hadagen.runtime import decompositions, sealed
-from hadagen.runtime.given import as_matrices, mean_square_of_rows, unpack_given
-from hadagen.runtime.operators import register
-from hadagen.runtime.rotate_arguments import (
+from hadagen.runtime.call import decompositions
+from hadagen.runtime.call.operators import register
+from hadagen.runtime.operands import sealed
+from hadagen.runtime.operands.given import as_matrices, mean_square_of_rows, unpack_given
+from hadagen.runtime.operands.rotate_arguments import (
     TRAILER,
     combined,
     pack_matrices,

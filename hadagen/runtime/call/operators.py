@@ -22,9 +22,9 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_leaves
 
 from hadagen.errors import TensorError
-from hadagen.runtime.calls import Run, has_only_memory, has_tangent, needs_derivative
+from hadagen.runtime.call.calls import Run, has_only_memory, has_tangent, needs_derivative
+from hadagen.runtime.call.decompositions import is_decomposing
 from hadagen.runtime.checks import check_like, check_tensor, is_functional, stands_for_a_tensor
-from hadagen.runtime.decompositions import is_decomposing
 
 LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hadagen.errors import TensorError, UsageError, shown
 from hadagen.problem.formats import TENSOR
 from hadagen.problem.prologues import Prologue, parsed
-from hadagen.runtime import calls, decompositions, slow
-from hadagen.runtime.calls import (
+from hadagen.runtime.call import calls, decompositions, slow
+from hadagen.runtime.call.calls import (
     ALIGNMENT,
     Run,
     has_only_memory,
@@ -29,16 +29,8 @@ from hadagen.runtime.calls import (
     result_like,
     rotation_problem,
 )
-from hadagen.runtime.checks import (
-    check_alike,
-    check_is_tensor,
-    check_tensor,
-    check_writable,
-    plain,
-    shape_of,
-)
-from hadagen.runtime.operators import LIBRARY, check_autograd_follows, register
-from hadagen.runtime.quantize_operator import (
+from hadagen.runtime.call.operators import LIBRARY, check_autograd_follows, register
+from hadagen.runtime.call.quantize_operator import (
     AFTER,
     After,
     as_asked,
@@ -50,9 +42,17 @@ from hadagen.runtime.quantize_operator import (
     no_scales,
     run_for,
 )
-from hadagen.runtime.reasons import Asked
-from hadagen.runtime.rotate_arguments import RotateArguments
-from hadagen.runtime.rotate_operator import ROTATE, rotated
+from hadagen.runtime.call.rotate_operator import ROTATE, rotated
+from hadagen.runtime.checks import (
+    check_alike,
+    check_is_tensor,
+    check_tensor,
+    check_writable,
+    plain,
+    shape_of,
+)
+from hadagen.runtime.choose.reasons import Asked
+from hadagen.runtime.operands.rotate_arguments import RotateArguments
 
 
 class Before(NamedTuple):

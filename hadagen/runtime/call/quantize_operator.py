@@ -16,8 +16,10 @@ from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.operands import sizes_for
 from hadagen.problem.problem import LEAST_GROUP, Problem
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime import calls, decompositions, slow
-from hadagen.runtime.calls import ALIGNMENT, Output, Run, check_apart, needs_derivative, rotation_problem, span
+from hadagen.runtime.call import calls, decompositions, slow
+from hadagen.runtime.call.calls import ALIGNMENT, Output, Run, check_apart, needs_derivative, rotation_problem, span
+from hadagen.runtime.call.operators import register
+from hadagen.runtime.call.rotate_operator import check_whole, rotated
 from hadagen.runtime.checks import (
     check_alike,
     check_is_tensor,
@@ -28,10 +30,8 @@ from hadagen.runtime.checks import (
     plain,
     shape_of,
 )
-from hadagen.runtime.operators import register
-from hadagen.runtime.reasons import Asked
-from hadagen.runtime.rotate_arguments import RotateArguments, check
-from hadagen.runtime.rotate_operator import check_whole, rotated
+from hadagen.runtime.choose.reasons import Asked
+from hadagen.runtime.operands.rotate_arguments import RotateArguments, check
 from hadagen.truth import quantizer
 
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits

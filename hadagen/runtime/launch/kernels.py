@@ -16,11 +16,11 @@ from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
 from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, Numerics, Problem, Rows
 from hadagen.problem.regimes import Destination, nearest
-from hadagen.runtime import bundles, tables
-from hadagen.runtime.choose import choose_from_bundles, no_such_bits, timed_in_bundles
-from hadagen.runtime.device import Device, cuda_device
-from hadagen.runtime.guesses import may_be_guessed
-from hadagen.runtime.loading import load
+from hadagen.runtime.choose import bundles, tables
+from hadagen.runtime.choose.device import Device, cuda_device
+from hadagen.runtime.choose.entries import choose_from_bundles, no_such_bits, timed_in_bundles
+from hadagen.runtime.choose.guesses import may_be_guessed
+from hadagen.runtime.launch.loading import load
 from hadagen.truth.accuracy import TORCH_DTYPE
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
@@ -133,7 +133,7 @@ def _autotune_if_wanted(kind: Kind, target: Device) -> None:
     """Measure a problem before its first call if HADAGEN_AUTOTUNE is set, and not to 0; never in a graph capture."""
     if os.environ.get(AUTOTUNE, "0") in ("", "0") or torch.cuda.is_current_stream_capturing():
         return
-    from hadagen.runtime.autotune import autotune_once  # here, because few calls need it
+    from hadagen.runtime.launch.autotune import autotune_once  # here, because few calls need it
 
     autotune_once(kind.problem, kind.destination, kind.device, target)
 

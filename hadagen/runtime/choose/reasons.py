@@ -24,9 +24,9 @@ from hadagen.problem.problem import (
 )
 from hadagen.problem.regimes import Destination
 from hadagen.problem.target import nearest_arch
-from hadagen.runtime import bundles, tables
-from hadagen.runtime.choose import choose_from_bundles, has_kernel, is_served, no_such_bits
-from hadagen.runtime.device import Device, how_to_get_kernels
+from hadagen.runtime.choose import bundles, tables
+from hadagen.runtime.choose.device import Device, how_to_get_kernels
+from hadagen.runtime.choose.entries import choose_from_bundles, has_kernel, is_served, no_such_bits
 
 _VECTOR = 16  # bytes, of which the rows of a kernel have a multiple
 _TYPES = tuple(each.value for each in DType)

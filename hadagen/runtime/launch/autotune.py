@@ -16,12 +16,12 @@ from hadagen.owners import fault_of
 from hadagen.problem.problem import Problem
 from hadagen.problem.regimes import Destination
 from hadagen.problem.target import known_archs
-from hadagen.runtime import bundles, tables, trust
 from hadagen.runtime.arguments import explained
-from hadagen.runtime.choose import as_problem, is_settled, where_measured
-from hadagen.runtime.device import Device, cuda_device, cuda_index
-from hadagen.runtime.guesses import nearest_problems
-from hadagen.runtime.loading import cpus
+from hadagen.runtime.choose import bundles, tables, trust
+from hadagen.runtime.choose.device import Device, cuda_device, cuda_index
+from hadagen.runtime.choose.entries import as_problem, is_settled, where_measured
+from hadagen.runtime.choose.guesses import nearest_problems
+from hadagen.runtime.launch.loading import cpus
 
 if TYPE_CHECKING:
     import torch

@@ -22,10 +22,11 @@ from hadagen.problem.formats import Format
 from hadagen.problem.launch import RowShape
 from hadagen.problem.problem import Problem, Rows
 from hadagen.problem.prologues import Prologue
-from hadagen.runtime import kernels, streams, tables
+from hadagen.runtime.call.decompositions import check_exporter
 from hadagen.runtime.checks import check_writable
-from hadagen.runtime.decompositions import check_exporter
-from hadagen.runtime.rotate_arguments import RotateArguments, addresses, is_packed, is_pair, is_real
+from hadagen.runtime.choose import tables
+from hadagen.runtime.launch import kernels, streams
+from hadagen.runtime.operands.rotate_arguments import RotateArguments, addresses, is_packed, is_pair, is_real
 
 ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
 _MOST_UNITS = 1 << 31  # of the result of a prologue with two parts, as `prologues.reciprocal` says

@@ -10,8 +10,8 @@ from math import prod
 
 import torch
 
-from hadagen.runtime import plain_transform
-from hadagen.runtime.rotate_arguments import RotateArguments, unpack_matrices, unpack_signs
+from hadagen.runtime.operands.rotate_arguments import RotateArguments, unpack_matrices, unpack_signs
+from hadagen.runtime.plain import transform as plain_transform
 
 # (x, y, scale): y = (x · H) · scale over the last dimension, where y is x or shares no memory with it.
 Transform = Callable[[torch.Tensor, torch.Tensor, float], None]

@@ -16,11 +16,13 @@ from hadagen.gpu.driver import Launch
 from hadagen.problem.launch import RowShape
 from hadagen.problem.problem import Rows, padded_length
 from hadagen.problem.regimes import Destination
-from hadagen.runtime import calls, decompositions, kernels, plain_transform, slow, streams
-from hadagen.runtime.calls import ALIGNMENT, Run, increment_version, span
+from hadagen.runtime.call import calls, decompositions, slow
+from hadagen.runtime.call.calls import ALIGNMENT, Run, increment_version, span
+from hadagen.runtime.call.operators import LinearOperator
 from hadagen.runtime.checks import check_call, check_like, check_writable, plain
-from hadagen.runtime.operators import LinearOperator
-from hadagen.runtime.reasons import Asked
+from hadagen.runtime.choose.reasons import Asked
+from hadagen.runtime.launch import kernels, streams
+from hadagen.runtime.plain import transform as plain_transform
 
 
 class Options(NamedTuple):

@@ -1,0 +1,1 @@
+"""Which kernel of which bundle a call runs, and why there is none."""

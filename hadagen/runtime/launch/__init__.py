@@ -1,0 +1,1 @@
+"""Loads kernels and launches them."""
