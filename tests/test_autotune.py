@@ -19,7 +19,8 @@ from sample_trials import H100, PROBLEM, make_kernel, make_trial, times
 from test_runners import FakeService
 
 import hadagen
-from hadagen import Match
+from hadagen import Match, autotuner
+from hadagen.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
 from hadagen.compiler.programs import Stopped
 from hadagen.errors import DeviceError, DisturbedError, StorageError, ToolchainError, UsageError
 from hadagen.files import lock_file
@@ -39,8 +40,6 @@ from hadagen.runtime.choose import bundles, tables
 from hadagen.runtime.choose.device import Device
 from hadagen.runtime.launch import autotune as asking
 from hadagen.runtime.launch import kernels
-from hadagen.tuner import autotuner
-from hadagen.tuner.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
 from hadagen.tuning_db.bundle import FORMAT, Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio
@@ -468,7 +467,7 @@ def test_a_missing_package_is_named(package: str, machine: Machine, monkeypatch:
     if package == "numpy":
         monkeypatch.setattr(asking, "find_spec", lambda name: None)
     else:
-        monkeypatch.setitem(sys.modules, "hadagen.tuner.autotuner", None)
+        monkeypatch.setitem(sys.modules, "hadagen.autotuner", None)
     with pytest.raises(ToolchainError, match=f"pip install {package}"):
         hadagen.autotune(PROBLEM)
 
@@ -573,7 +572,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from sample_trials import H100, PROBLEM, make_trial
-from hadagen.tuner import autotuner
+from hadagen import autotuner
 folder = Path(sys.argv[2])
 class Measured:
     failure = ""
@@ -719,7 +718,7 @@ def test_with_a_compiler_and_a_measuring_process(tmp_path: Path, monkeypatch: py
 def test_it_imports_nothing_of_the_tuner() -> None:
     program = """
 import sys
-import hadagen.runtime.launch.autotune, hadagen.tuner.autotuner
+import hadagen.runtime.launch.autotune, hadagen.autotuner
 from hadagen.measure.runner import _device_service
 import hadagen.measure.service
 print(sorted({name.partition(".")[0] for name in sys.modules} & {
