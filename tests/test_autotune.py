@@ -19,13 +19,13 @@ from sample_trials import H100, PROBLEM, make_kernel, make_trial, times
 from test_runners import FakeService
 
 import hadagen
-from hadagen import Match, autotuner
-from hadagen.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
+from hadagen import Match
 from hadagen.compiler.programs import Stopped
 from hadagen.errors import DeviceError, DisturbedError, StorageError, ToolchainError, UsageError
 from hadagen.files import lock_file
 from hadagen.files.lock_file import turn
-from hadagen.measure import DeviceRunner, Variant, all_cells
+from hadagen.measure import DeviceRunner, Variant, all_cells, autotuner
+from hadagen.measure.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
 from hadagen.measure.messages import Answer, Measure
 from hadagen.plan.arch import load_arch
 from hadagen.plan.knobs import Knobs, plan_of
@@ -467,7 +467,7 @@ def test_a_missing_package_is_named(package: str, machine: Machine, monkeypatch:
     if package == "numpy":
         monkeypatch.setattr(asking, "find_spec", lambda name: None)
     else:
-        monkeypatch.setitem(sys.modules, "hadagen.autotuner", None)
+        monkeypatch.setitem(sys.modules, "hadagen.measure.autotuner", None)
     with pytest.raises(ToolchainError, match=f"pip install {package}"):
         hadagen.autotune(PROBLEM)
 
@@ -572,7 +572,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from sample_trials import H100, PROBLEM, make_trial
-from hadagen import autotuner
+from hadagen.measure import autotuner
 folder = Path(sys.argv[2])
 class Measured:
     failure = ""
@@ -718,7 +718,7 @@ def test_with_a_compiler_and_a_measuring_process(tmp_path: Path, monkeypatch: py
 def test_it_imports_nothing_of_the_tuner() -> None:
     program = """
 import sys
-import hadagen.runtime.launch.autotune, hadagen.autotuner
+import hadagen.runtime.launch.autotune, hadagen.measure.autotuner
 from hadagen.measure.runner import _device_service
 import hadagen.measure.service
 print(sorted({name.partition(".")[0] for name in sys.modules} & {

@@ -30,7 +30,7 @@ TABLE = """
     tuning_db.bundle     | tuning_db.signatures problem files errors                 |
     tuning_db            | tuning_db.bundle tuning_db.signatures compiler problem files errors | sqlalchemy alembic
     measure              | gpu templates truth problem errors                        | torch
-    autotuner            | measure tuning_db tuning_db.bundle compiler plan problem files errors |
+    measure.autotuner    | measure tuning_db tuning_db.bundle compiler plan problem files errors |
     runtime.registration |                                                           |
     runtime.arguments    | errors                                                    |
     runtime.overlap      |                                                           |
@@ -38,7 +38,7 @@ TABLE = """
     runtime.operands     | runtime.checks runtime.arguments problem errors           | torch
     runtime.plain        | runtime.operands problem                                  | torch
     runtime.choose       | runtime.arguments tuning_db.bundle tuning_db.signatures gpu compiler problem files owners errors | torch
-    runtime.launch       | runtime.choose runtime.plain runtime.operands runtime.arguments autotuner tuning_db.bundle gpu compiler truth problem owners errors | torch
+    runtime.launch       | runtime.choose runtime.plain runtime.operands runtime.arguments measure.autotuner tuning_db.bundle gpu compiler truth problem owners errors | torch
     runtime.call         | runtime.launch runtime.choose runtime.plain runtime.operands runtime.checks gpu truth problem errors | torch
     runtime              | runtime.call runtime.launch runtime.choose runtime.operands runtime.checks runtime.overlap runtime.arguments gpu truth problem errors | torch
     compat               | runtime runtime.call runtime.operands runtime.checks runtime.arguments problem errors | torch

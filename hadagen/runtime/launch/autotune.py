@@ -72,7 +72,7 @@ def autotune(
     if find_spec("numpy") is None:
         raise ToolchainError("numpy is missing, with which kernels are verified; pip install numpy")
     try:
-        from hadagen.autotuner import add_winners
+        from hadagen.measure.autotuner import add_winners
     except ImportError as error:  # such as Jinja2, which PyTorch brings along
         raise ToolchainError(f"kernels cannot be generated ({error}); pip install jinja2") from None
     add_winners(path, wanted, index, target.arch, _known_knobs(wanted), seconds, cpus())
