@@ -7,6 +7,7 @@
 hadamard_transform: the Walsh–Hadamard transform of rows of 2^m elements.
 Rotation: an orthonormal transform of rows of K · 2^m elements, with random signs if you like; a module.
 rotate_quantize: a rotation and a quantizer in one kernel; returns a `Quantized`.
+prepare: one of these calls, checked once, for those who make it often.
 presets: rotations with a quantizer, by the names of the projects that need them.
 prologues: what runs before a rotation in the same kernel, such as SiLU·mul; values of before=.
 compat: functions of other projects by their own names.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from hadagen.runtime.call.decompositions import decompose
     from hadagen.runtime.choose.entries import Match
     from hadagen.runtime.launch.autotune import autotune
+    from hadagen.runtime.prepared import prepare
     from hadagen.runtime.quantize import rotate_quantize
     from hadagen.runtime.quantized import Quantized
     from hadagen.runtime.rotation import Rotation
@@ -70,6 +72,7 @@ __all__ = [
     "decompose",
     "fuse",
     "hadamard_transform",
+    "prepare",
     "rotate_quantize",
     "warmup",
 ]
@@ -85,6 +88,7 @@ _LAZY = {
     "Rotation": "hadagen.runtime.rotation",
     "rotate_quantize": "hadagen.runtime.quantize",
     "hadamard_transform": "hadagen.runtime.transform",
+    "prepare": "hadagen.runtime.prepared",
     "warmup": "hadagen.runtime.warmup",
 }
 

@@ -17,12 +17,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem.choices import NumericsName
 from hadagen.runtime.checks import check_is_flag
-from hadagen.runtime.choose.entries import BATCH_INVARIANT
 from hadagen.runtime.operands.given import as_count
-from hadagen.runtime.operands.rotate_arguments import RotateArguments
+from hadagen.runtime.operands.packed import Factors
 from hadagen.runtime.quantize import check_values, rotate_quantize
 from hadagen.runtime.quantized import Quantized
-from hadagen.runtime.rotation import Rotation, operands_of
+from hadagen.runtime.rotation import Rotation, factors_of
 from hadagen.truth import quantizer
 
 __all__ = [
@@ -169,7 +168,7 @@ def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Any:  # which is
     with of_x:
         signs = _signs(block, regular, x.device)
     after = signs if regular else None
-    return RotateArguments(None, [1], signs, after, block, regular, False, block**-0.5, "accurate", BATCH_INVARIANT)
+    return Factors(block, (), regular, block**-0.5, None, signs, after)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -185,6 +184,6 @@ def _signs(block: int, regular: bool, device: torch.device) -> torch.Tensor:
 def _made_signs(block: int, regular: bool, device: torch.device) -> torch.Tensor:
     with torch.device(device), torch.inference_mode(False):  # whose tensors no other mode takes
         rotation = Rotation(block, "regular") if regular else Rotation(block, signs=_TRANSFORMER_ENGINE_SIGNS)
-        signs = operands_of(rotation, torch.empty(block), 1.0).signs
+        signs = factors_of(rotation, torch.empty(block)).signs
     assert signs is not None
     return signs

@@ -16,10 +16,10 @@ from hadagen.problem.launch import LaunchSpec, RowShape
 from hadagen.problem.operands import LIFT, PIECES, rows_of_right
 from hadagen.problem.problem import DType, Problem, Rows, may_have_kernels
 from hadagen.problem.scale import ScaleForm
-from hadagen.runtime.call import calls
+from hadagen.runtime.call import runs
 from hadagen.runtime.choose import tables
 from hadagen.runtime.launch import kernels, streams
-from hadagen.runtime.operands.rotate_arguments import in_rows, packed_size, unpack_matrices
+from hadagen.runtime.operands.packed import in_rows, packed_size, unpack_matrices
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE
 from hadagen.truth.reference import transform
@@ -150,7 +150,7 @@ class EmulatedDevice:
         self.form = ScaleForm.FLOAT16_FACTORS
         self.searches = 0
         tables.forget()
-        monkeypatch.setattr(calls, "takes_kernels", lambda x: x.numel() > 0)
+        monkeypatch.setattr(runs, "takes_kernels", lambda x: x.numel() > 0)
         monkeypatch.setattr(kernels, "find", self._find)
         monkeypatch.setattr(streams, "raw_stream", lambda device: 0)
         monkeypatch.setattr(streams, "current_device", lambda: -1)  # what PyTorch calls the CPU

@@ -35,7 +35,7 @@ from hadagen.problem.regimes import Destination, destinations
 from hadagen.problem.trial import Trial
 from hadagen.runtime import best, quantize
 from hadagen.runtime.best import best_config
-from hadagen.runtime.call import calls, transform_operator
+from hadagen.runtime.call import compute, runs
 from hadagen.runtime.choose import bundles, tables
 from hadagen.runtime.choose.device import Device
 from hadagen.runtime.choose.entries import choose_from_bundles, timed_in_bundles
@@ -563,7 +563,7 @@ def test_what_names_and_what_loads_kernels_say_the_same(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "_warmed_device", lambda device: 0)
     monkeypatch.setattr(module, "_row", lambda columns, dtype, device: torch.empty(1, columns, dtype=dtype))
     monkeypatch.setattr(module, "compile_missing", lambda chosen, target: None)
-    monkeypatch.setattr(calls, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(runs, "takes_kernels", lambda x: True)
     problem, before = Problem.parse("n256-after-silu_mul-float16-accurate"), prologues.SiluMul()
     rows = [count // 256 for count in COUNTS]
     assert warmup(Rotation(256), "float16", rows=rows, before=before, batch_invariant=True)
@@ -630,11 +630,8 @@ def test_many_rows_give_the_bits_of_few_in_plain_pytorch() -> None:
 def test_the_argument_reaches_every_kind_of_call(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def noting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-        return lambda *arguments: (seen.append(arguments[at].batch_invariant), function(*arguments))[1]
-
-    monkeypatch.setattr(transform_operator, "compute", noting(transform_operator.compute, 1))
-    monkeypatch.setattr(transform_operator, "compute_into", noting(transform_operator.compute_into, 2))
+    real = compute.check
+    monkeypatch.setattr(compute, "check", lambda call: (seen.append(call.spec.batch_invariant), real(call)))
     for flag in (True, False):
         call(torch.randn(3, 8), batch_invariant=flag)
         assert set(seen) == {flag}
@@ -652,9 +649,9 @@ def test_a_flag_that_is_none_is_refused() -> None:
 def test_the_variable_is_the_default(value: str, wanted: bool) -> None:
     program = """
 import torch, hadagen
-from hadagen.runtime.call import transform_operator
+from hadagen.runtime.call import compute, runs
 seen = []
-transform_operator.compute = lambda x, options, inplace: (seen.append(options.batch_invariant), x)[1]
+compute.check = lambda call: seen.append(call.spec.batch_invariant)
 hadagen.hadamard_transform(torch.ones(2))
 hadagen.hadamard_transform(torch.ones(4), batch_invariant=False)
 print(seen)

@@ -5,7 +5,7 @@ import torch
 from gpu_tensors import assert_good, kernels_for_this_gpu, normal
 
 from hadagen import hadamard_transform
-from hadagen.runtime.call.transform_operator import HADAMARD
+from hadagen.runtime.call.rules import INTO, LINEAR
 
 __all__ = ["kernels_for_this_gpu"]  # a fixture
 pytestmark = pytest.mark.gpu
@@ -33,10 +33,10 @@ def test_compiled_calls_on_a_gpu() -> None:
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_operator_keeps_the_rules_of_pytorch(requires_grad: bool) -> None:
     x = normal(16, 256, dtype=torch.float32).requires_grad_(requires_grad)
-    torch.library.opcheck(HADAMARD.functional, (x, 1 / 16, "accurate"))
-    torch.library.opcheck(HADAMARD.in_place, (x.clone(), 1 / 16, "accurate"))
+    torch.library.opcheck(LINEAR.default, (x, None, None, None, 1 / 16, ""))
+    torch.library.opcheck(INTO.default, ([x.clone()], [x.new_empty(0)], 1 / 16, "inplace"))
     if not requires_grad:
-        torch.library.opcheck(HADAMARD.into, (x, 1 / 16, "accurate", x.clone()))
+        torch.library.opcheck(INTO.default, ([x.clone()], [x], 1 / 16, ""))
 
 
 def test_compile_with_inductor() -> None:

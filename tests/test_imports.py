@@ -42,9 +42,9 @@ TABLE = """
     runtime.call         | runtime.launch runtime.choose runtime.plain runtime.operands runtime.checks gpu truth problem errors | torch
     runtime              | runtime.call runtime.launch runtime.choose runtime.operands runtime.checks runtime.overlap runtime.arguments gpu truth problem errors | torch
     compat               | runtime runtime.call runtime.operands runtime.checks runtime.arguments problem errors | torch
-    presets              | runtime runtime.choose runtime.operands runtime.checks truth problem errors | torch
+    presets              | runtime runtime.operands runtime.checks truth problem errors | torch
     prologues            | runtime.checks problem errors                             | torch
-    fusing               | prologues runtime.call runtime.checks problem errors      | torch
+    fusing               | prologues runtime.call runtime.operands runtime.checks problem errors | torch
     models.json_file     | files errors                                              |
     models.defaults      | models.json_file                                          | torch
     models.scheme        | models.defaults runtime errors                            |

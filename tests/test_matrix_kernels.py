@@ -22,8 +22,8 @@ from hadagen.plan.steps.matrix import Matrix, Square
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, params_for, verification_operands
 from hadagen.problem.problem import MAX_LOG2_N, MAX_ORDER, DType, Problem, kernel_order
-from hadagen.runtime.operands.rotate_arguments import combined
-from hadagen.runtime.rotation import Rotation, operands_of
+from hadagen.runtime.operands.packed import combined
+from hadagen.runtime.rotation import Rotation, factors_of
 from hadagen.truth.reference import hadamard, transform
 
 # Each has what others lack: groups of blocks beside each other; a matrix of one operand, of one that is not full, and
@@ -430,7 +430,7 @@ def test_a_rotation_gives_a_kernel_what_it_takes(n: int, order: int) -> None:
     source = render(build_plan(problem, draw(problem, random.Random(0)), ARCH))
     kernel = compile_host([source])
     x = torch.randn((9, n), generator=torch.manual_seed(0)).half()
-    of = operands_of(rotation, x, 1.0)
+    of = factors_of(rotation, x)
     matrix, turned = of.matrices.numpy().reshape(2, -1).copy()
     names = ("signs_before", "signs_after")
     given = [each.numpy() for each in (of.signs, of.signs_after) if each is not None]

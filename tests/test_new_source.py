@@ -34,11 +34,11 @@ from hadagen.problem.problem import Problem
 from hadagen.problem.prologues import PROLOGUES, Prologue, rounded
 from hadagen.problem.regimes import Cache, Destination
 from hadagen.problem.trial import Outcome
-from hadagen.runtime.call import calls
-from hadagen.runtime.call.prologue_operator import OPERATOR, After, Before, rotate_after
+from hadagen.runtime.call import runs
+from hadagen.runtime.call.rules import CALL
 from hadagen.runtime.choose import tables
 from hadagen.runtime.launch import kernels, proof, streams
-from hadagen.runtime.operands.rotate_arguments import RotateArguments
+from hadagen.runtime.operands.spec import Spec
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import TORCH_DTYPE
 from hadagen.tuner import estimate
@@ -188,7 +188,7 @@ launched: list[str] = []
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls find kernels of the made-up source for tensors on the CPU."""
     launched.clear()
     tables.forget()
@@ -198,70 +198,74 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
         source = codegen.render(build_plan(problem, Space(problem, ARCH).seeds()[0], ARCH))
         return Emulated(problem, source, compile_host([source]))
 
-    monkeypatch.setattr(calls, "takes_kernels", lambda x: x.numel() > 0)
+    monkeypatch.setattr(runs, "takes_kernels", lambda x: x.numel() > 0)
     monkeypatch.setattr(kernels, "find", lambda kind, elements: found(kind.problem) if kind.problem.prologue else None)
     monkeypatch.setattr(streams, "raw_stream", lambda device: 0)
     monkeypatch.setattr(streams, "current_device", lambda: -1)
+    yield
+    tables.forget()  # launches for tensors on the CPU
 
 
-def call_of(key: str) -> tuple[Problem, list[torch.Tensor], After]:
+def call_of(key: str) -> tuple[Problem, list[torch.Tensor], Spec]:
     problem = Problem.parse(key)
     torch.manual_seed(0)
     x, gate = (torch.randn(6, problem.n).to(TORCH_DTYPE[problem.io.input]) for _ in range(2))
-    numerics = problem.io.numerics.value
-    of = RotateArguments(None, [1], None, None, problem.n, False, False, problem.n**-0.5, numerics, False)
-    form = problem.io.form and Format.choose("mxfp8", None, None, "row-major")
-    return problem, [x, gate, torch.rand(problem.n).to(x.dtype)], After(of, form)
+    spec = Spec(problem.n, numerics=problem.io.numerics.value, before="made_up")
+    if problem.io.form:
+        form = Format.choose("mxfp8", None, None, "row-major")
+        spec = replace(spec, to=form.name, group=form.group, rule=form.rule, layout=form.layout.value)
+    return problem, [x, gate, torch.rand(problem.n).to(x.dtype)], spec
 
 
-def exact_results(tensors: list[torch.Tensor], after: After) -> list[torch.Tensor]:
+def exact_results(tensors: list[torch.Tensor], spec: Spec) -> list[torch.Tensor]:
     """As the parts compute them, in float32."""
     x, gate, weight = tensors
     total = x + gate
-    rows = hadamard_transform((total * weight).float(), after.of.scale)
-    if after.form is None:
+    rows = hadamard_transform((total * weight).float(), spec.n**-0.5)
+    if spec.form is None:
         return [rows.to(x.dtype), total]
-    return [*quantizer.quantize(rows, after.form, x.dtype, None), total]
+    return [*quantizer.quantize(rows, spec.form, x.dtype, None), total]
 
 
-def values_of(results: list[torch.Tensor], after: After) -> list[torch.Tensor]:
-    if after.form is None:
+def values_of(results: list[torch.Tensor], spec: Spec) -> list[torch.Tensor]:
+    if spec.form is None:
         return results
     codes, scales, total = results
-    return [quantizer.dequantize(codes, scales, after.form, None), total]
+    return [quantizer.dequantize(codes, scales, spec.form, None), total]
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_calls_run_a_source(key: str, device: None) -> None:
     """Eagerly, when they come again, compiled for any number of rows, exported, and in PyTorch without a kernel."""
-    problem, tensors, after = call_of(key)
-    wanted = values_of(exact_results(tensors, after), after)
+    problem, tensors, spec = call_of(key)
+    scale, text = spec.n**-0.5, spec.text
+    wanted = values_of(exact_results(tensors, spec), spec)
 
     def check(results: list[torch.Tensor]) -> None:
         assert [(each.shape, each.stride(), each.dtype) for each in results] == [
             (each.shape, each.stride(), each.dtype) for each in made
         ]
-        for found, exact in zip(values_of(results, after), wanted, strict=True):
+        for found, exact in zip(values_of(results, spec), wanted, strict=True):
             assert float((found.double() - exact.double()).norm() / exact.double().norm()) <= 4e-3
 
     x, *given = tensors
-    made = rotate_after(x, Before("made_up", tuple(given)), after)
+    made = CALL(tensors, scale, spec.text)
     check(made)
     assert launched == [key]
     for _ in range(2):
-        check(rotate_after(x, Before("made_up", tuple(given)), after))
+        check(CALL(tensors, scale, spec.text))
     assert launched == [key] * 3
     assert len(tables.calls) == 1
     apart = torch.cat((tensors[1], tensors[1]), 1)[:, : problem.n]  # with gaps
-    check(rotate_after(x, Before("made_up", (apart, given[1])), after))
+    check(CALL([x, apart, given[1]], scale, spec.text))
     torch.library.opcheck(
-        OPERATOR,
-        (tensors, "made_up", *after.at()),
+        CALL.default,
+        (tensors, scale, spec.text),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
     def call(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
-        return rotate_after(x, Before("made_up", (gate, weight)), after)
+        return CALL([x, gate, weight], scale, text)
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, backend=counter, dynamic=True, fullgraph=True)
@@ -281,19 +285,15 @@ def test_calls_run_a_source(key: str, device: None) -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_calls_without_a_kernel_run_the_formula(key: str) -> None:
-    _, tensors, after = call_of(key)
-    x, *given = tensors
-    eager = rotate_after(x, Before("made_up", tuple(given)), after)
-    of_operator = OPERATOR(tensors, "made_up", *after.at())
-    for results in (eager, of_operator):
-        for found, exact in zip(
-            values_of(results, after), values_of(exact_results(tensors, after), after), strict=True
-        ):
+    _, tensors, spec = call_of(key)
+    for results in (each(tensors, spec.n**-0.5, spec.text) for each in (CALL, CALL.default)):
+        for found, exact in zip(values_of(results, spec), values_of(exact_results(tensors, spec), spec), strict=True):
             assert float((found.double() - exact.double()).norm() / exact.double().norm()) <= 4e-3
 
 
 def test_gradients_of_a_source_are_those_of_its_formula(device: None) -> None:
-    _, tensors, after = call_of(KEYS[0])
+    _, tensors, spec = call_of(KEYS[0])
+    text = spec.text
 
     def gradients(call: Any) -> list[torch.Tensor]:
         inputs = [each.clone().requires_grad_() for each in tensors]
@@ -302,16 +302,16 @@ def test_gradients_of_a_source_are_those_of_its_formula(device: None) -> None:
         return [each.grad for each in inputs]  # type: ignore[misc]
 
     def of_operator(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return rotate_after(inputs[0], Before("made_up", tuple(inputs[1:])), after)
+        return CALL(inputs, 1024**-0.5, text)
 
-    wanted = gradients(lambda inputs: exact_results(inputs, after))
+    wanted = gradients(lambda inputs: exact_results(inputs, spec))
     compiled = torch.compile(of_operator, backend="aot_eager", fullgraph=True)
     for call in (of_operator, compiled):
         for found, exact in zip(gradients(call), wanted, strict=True):
             torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-2)
     _, tensors, quantized = call_of(KEYS[1])
-    with pytest.raises(TensorError, match="has a derivative, which quantized codes do not have; detach it"):
-        rotate_after(tensors[0].requires_grad_(), Before("made_up", tuple(tensors[1:])), quantized)
+    with pytest.raises(TensorError, match="which quantized codes do not have; detach"):
+        CALL([tensors[0].requires_grad_(), *tensors[1:]], 1024**-0.5, quantized.text)
 
 
 def test_a_source_is_found_loaded_and_proven(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,24 +345,24 @@ def test_a_source_is_found_loaded_and_proven(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (0, "made_up reads gate, weight besides x, but got 0 tensors; pass all"),
+        (0, "spec .*before=made_up.* takes 3 tensors, but got 1; pass all"),
         (1, r"gate is .* \(5, 1024\) .*; made_up needs float16 \(6, 1024\) on cpu"),
         (2, r"weight is .* \(512,\) .*; made_up needs float16 \(1024,\) on cpu"),
     ],
 )
 def test_tensors_that_do_not_fit_a_source_are_refused(values: int, said: str) -> None:
-    _, (x, gate, weight), after = call_of(KEYS[0])
+    _, (x, gate, weight), spec = call_of(KEYS[0])
     given = [(), (gate[:5], weight), (gate, weight[:512])][values]
     with pytest.raises(TensorError, match=said):
-        rotate_after(x, Before("made_up", given), after)
+        CALL([x, *given], 1.0, spec.text)
 
 
 def test_a_source_that_nobody_knows_is_refused() -> None:
     with pytest.raises(UsageError, match="prologue 'made_upp' is not known; did you mean made_up"):
         params_for(Problem.parse("n1024-after-made_upp-float16-fast"))
-    _, tensors, after = call_of(KEYS[0])
+    _, tensors, spec = call_of(KEYS[0])
     with pytest.raises(UsageError, match="prologue 'made_upp' is not known; did you mean made_up"):
-        rotate_after(tensors[0], Before("made_upp"), after)
+        CALL(tensors, 1.0, spec.text.replace("made_up", "made_upp"))
 
 
 @pytest.mark.gpu
@@ -372,7 +372,7 @@ def test_a_source_is_verified_timed_and_called_on_a_gpu(key: str) -> None:
     from hadagen.measure.service import DeviceService
     from hadagen.measure.watch import Watch
 
-    problem, tensors, after = call_of(key)
+    problem, tensors, spec = call_of(key)
     toolchain = Toolchain.find()
     (kernel,) = toolchain.build_all([codegen.render(build_plan(problem, Space(problem, ARCH).seeds()[0], ARCH))], ARCH)
     stream = torch.cuda.current_stream()
@@ -389,10 +389,10 @@ def test_a_source_is_verified_timed_and_called_on_a_gpu(key: str) -> None:
     moved = Cell.of(largest).traffic(problem).footprint
     assert 2e3 < moved / largest.copy_us / 1e3 < 6e3  # GB/s
 
-    rotation = {"to": "mxfp8"} if after.form else {}
+    rotation = {"to": "mxfp8"} if spec.form else {}
     assert warmup(problem.n, tensors[0].dtype, before="made_up", **rotation) > 0
     on_gpu = [each.cuda() for each in tensors]
-    results = values_of(rotate_after(on_gpu[0], Before("made_up", tuple(on_gpu[1:])), after), after)
+    results = values_of(CALL(on_gpu, spec.n**-0.5, spec.text), spec)
     assert problem in {kind.problem for kind, _ in tables.found}
-    for found, exact in zip(results, values_of(exact_results(tensors, after), after), strict=True):
+    for found, exact in zip(results, values_of(exact_results(tensors, spec), spec), strict=True):
         assert float((found.cpu().double() - exact.double()).norm() / exact.double().norm()) <= 4e-3

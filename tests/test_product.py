@@ -52,7 +52,7 @@ from hadagen.problem.regimes import Cache, element_buckets
 from hadagen.problem.target import known_archs
 from hadagen.problem.trial import knobs_key
 from hadagen.runtime.operands.given import as_matrices
-from hadagen.runtime.operands.rotate_arguments import in_rows
+from hadagen.runtime.operands.packed import in_rows
 from hadagen.truth.reference import transform
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.transfer import estimated_winners

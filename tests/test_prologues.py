@@ -32,11 +32,12 @@ from hadagen.problem.problem import Problem
 from hadagen.problem.prologues import ARITHMETIC, Prologue, parsed
 from hadagen.prologues import Arithmetic, Gelu, GeluMul, Mul, Relu2, SiluMul
 from hadagen.runtime import warmup as warming
-from hadagen.runtime.call import calls
-from hadagen.runtime.call.prologue_operator import OPERATOR, After, Before, applied, rotate_after
+from hadagen.runtime.call import runs
+from hadagen.runtime.call.compute import applied
+from hadagen.runtime.call.rules import CALL
 from hadagen.runtime.choose import tables
 from hadagen.runtime.launch import kernels, streams
-from hadagen.runtime.operands.rotate_arguments import RotateArguments
+from hadagen.runtime.operands.spec import text_of
 
 HALF, BF16, DTYPES = torch.float16, torch.bfloat16, (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 N = 64  # columns of results
@@ -229,7 +230,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls find kernels, which run on the CPU, for rows that a prologue makes."""
     launched.clear()
     tables.forget()
-    monkeypatch.setattr(calls, "takes_kernels", lambda x: x.numel() > 0)
+    monkeypatch.setattr(runs, "takes_kernels", lambda x: x.numel() > 0)
     monkeypatch.setattr(
         kernels, "find", lambda kind, elements: kernel_of(kind.problem) if kind.problem.prologue else None
     )
@@ -285,7 +286,7 @@ def test_one_kernel_does_prologue_and_rotation(value: Prologue, of: Any, options
     if options.get("to") == "fp8-head":
         x = x[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "takes_kernels", lambda x: False)
+        patch.setattr(runs, "takes_kernels", lambda x: False)
         wanted = call(x)
     assert launched == []
     assert near(call(x), wanted)
@@ -340,7 +341,7 @@ def test_a_kernel_computes_what_has_a_gradient(device: None) -> None:
         assert len(launched) == 2  # derivatives launch none with a prologue
         assert torch.equal(SIGNED(x.clone().requires_grad_(), before=value), SIGNED(x, before=value))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(calls, "takes_kernels", lambda x: False)
+            patch.setattr(runs, "takes_kernels", lambda x: False)
             torch.testing.assert_close(found, gradient(call, x), rtol=0.02, atol=0.3)
             assert float((twice - again(x)).norm() / twice.norm()) < 0.02
 
@@ -492,17 +493,15 @@ def call_outside(call: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
 
 
 def test_the_operator_keeps_its_promises() -> None:
-    of = RotateArguments(None, [1], None, None, 16, False, False, 0.25, "accurate", False)
     for value in (NUMBERED, Gelu()):
-        arguments = [x_for(value, 3)], value.text, *After(of).at()
+        arguments = [x_for(value, 3)], 0.25, text_of(16, before=value.text)
         utils = "test_schema", "test_faketensor", "test_autograd_registration"
-        torch.library.opcheck(OPERATOR, arguments, test_utils=utils)
-        (found,) = OPERATOR(*arguments)
-        (wanted,) = rotate_after(arguments[0][0], Before(value.text), After(of))
+        torch.library.opcheck(CALL.default, arguments, test_utils=utils)
+        (found,), (wanted,) = CALL.default(*arguments), CALL(*arguments)
         assert torch.equal(found, wanted)
     for text in ("silu_mul:1.0", "silu_mul_clamped", "silu_mul_clamped:1:2", "silu_mul_clamped:a:b:c", "silu_mull"):
         with pytest.raises(UsageError, match=r"prologue '.*' is not known; "):
-            OPERATOR([wide(3, 2 * N)], text, *After(of).at())
+            CALL.default([wide(3, 2 * N)], 0.25, text_of(16, before=text))
 
 
 def test_batches_of_vmap() -> None:
@@ -623,7 +622,7 @@ def test_odd_values_of_kernels_are_those_of_pytorch(
 
     found = codes()
     assert len(launched) == 1
-    monkeypatch.setattr(calls, "takes_kernels", lambda x: False)
+    monkeypatch.setattr(runs, "takes_kernels", lambda x: False)
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
             assert torch.equal(codes(), found)
@@ -686,7 +685,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: OF(X.clone().requires_grad_(), before=V, out=X[:, :N].clone()),
         TensorError,
-        "x or out has a derivative, and out= has none",
+        "x or out requires grad, and out= has no derivative",
     ),
     (lambda: OF(X[:, :N].clone().requires_grad_(), before=Gelu(), inplace=True), TensorError, "x is a leaf"),
     (lambda: OF(X[:1, :N].expand(4, N), before=Gelu(), inplace=True), TensorError, "share memory"),

@@ -21,7 +21,9 @@ from hadagen import (
     rotate_quantize,
 )
 from hadagen.problem.formats import FORMATS, TENSOR, Element, Format, Layout
+from hadagen.runtime.call.rules import CALL, INTO
 from hadagen.runtime.choose import tables
+from hadagen.runtime.operands.spec import text_of
 from hadagen.truth import quantizer
 from hadagen.truth.accuracy import sample_scale
 from hadagen.truth.quantizer import memory_of
@@ -36,8 +38,6 @@ ALL = [
     if layout is not Layout.PACKED or each.scale == "e8m0" or rule == "power_of_two"
 ]
 WITH_CODES = [each for each in ALL if FORMATS[each[0]].element is not Element.NONE]
-OPERATOR: Any = torch.ops.hadagen.rotate_quantize.default
-INTO: Any = torch.ops.hadagen.rotate_quantize_into.default
 # Of a dense [a, b, c, N].
 PERMUTED: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: x.transpose(1, 2),
@@ -200,9 +200,9 @@ def test_every_check_of_the_operator_that_quantizes(name: str, rule: str, layout
     form = Format.choose(name, None, rule, layout)
     for rows in (0, 5):
         given = sample_scale(form, rows, torch.device("cpu"))
-        of = (None, [], None, None, 64, False, 0.125, "accurate", False)
-        options = (normal(rows, N), *of, name, form.group, rule, layout, False, given)
-        torch.library.opcheck(OPERATOR, options, test_utils=("test_schema", "test_faketensor"))
+        text = text_of(64, to=name, group=form.group, rule=rule, layout=layout)
+        options = [normal(rows, N), *([] if given is None else [given])], 0.125, text
+        torch.library.opcheck(CALL.default, options, test_utils=("test_schema", "test_faketensor"))
     x = torch.empty(5, N, device="meta", dtype=torch.half)
     assert rotate_quantize(x, to=name, rule=rule, **scale_for(name, x)).codes.is_meta
 
@@ -214,11 +214,13 @@ def test_every_check_of_the_operator_with_out(name: str, rule: str, layout: str)
         given = sample_scale(form, len(x), torch.device("cpu"))
         like = rotate_quantize(x, to=name, rule=rule, layout=layout, **scale_for(name, x))
         scales = None if form.group == TENSOR else torch.zeros_like(like.scales)
-        of = (None, [], None, None, 64, False, 0.125, "fast", True)
-        options = (x, *of, name, form.group, rule, layout, False, given, torch.zeros_like(like.codes), scales)
+        of_format = {"to": name, "group": form.group, "rule": rule, "layout": layout}
+        text = text_of(64, numerics="fast", batch_invariant=True, **of_format)
+        written = [torch.zeros_like(like.codes), *([] if scales is None else [scales])]
+        options = written, [x, *([] if given is None else [given])], 0.125, text
         if scales is None or scales.stride() == like.scales.stride():
             of_fp8 = torch.float8_e4m3fn in (like.codes.dtype, like.scales.dtype)  # which test_schema cannot compare
-            torch.library.opcheck(INTO, options, test_utils=("test_schema", "test_faketensor")[of_fp8:])
+            torch.library.opcheck(INTO.default, options, test_utils=("test_schema", "test_faketensor")[of_fp8:])
 
 
 @pytest.mark.parametrize(("name", "rule", "layout"), ALL)
@@ -595,7 +597,7 @@ def test_compiled_calls_check_out() -> None:
 def test_out_has_no_derivative() -> None:
     good = rotate_quantize(normal(4, N), to="fp8-group")
     scales = torch.zeros_like(good.scales)
-    with forward_ad.dual_level(), pytest.raises(TensorError, match=r"out has a derivative, .*; pass out.detach\(\)"):
+    with forward_ad.dual_level(), pytest.raises(TensorError, match="out has a tangent, and out= has no derivative"):
         rotate_quantize(normal(4, N), to="fp8-group", out=(good.codes, forward_ad.make_dual(scales, scales)))
 
 

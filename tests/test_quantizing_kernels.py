@@ -22,8 +22,8 @@ from hadagen.problem.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.problem.launch import Source
 from hadagen.problem.operands import kernel_operands, verification_operands
 from hadagen.problem.problem import Problem, odd_part
-from hadagen.runtime.call import calls, quantize_operator
-from hadagen.runtime.rotation import operands_of
+from hadagen.runtime.call import runs
+from hadagen.runtime.quantize import problems_of
 from hadagen.truth.quantizer import memory_of, quantize
 from hadagen.truth.reference import hadamard, transform
 
@@ -139,11 +139,9 @@ def check(
 def test_the_kernel_that_a_rotation_asks_for(
     rotation: Rotation, to: str, key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(runs, "takes_kernels", lambda x: True)
     x = torch.empty(2, rotation.n, dtype=torch.float16)
-    problem = quantize_operator.problem_for(
-        x, operands_of(rotation, x, 1.0), Format.choose(to, None, None, "row-major"), False
-    )
+    _, problem, *_ = problems_of(x, rotation, Format.choose(to, None, None, "row-major"), False, "accurate", False)
     assert (problem and problem.key) == key
 
 

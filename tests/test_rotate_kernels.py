@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from emulated_device import EmulatedDevice, device, read_operands, same
-from test_rotation import VIEWS, some_signs
+from test_rotation import VIEWS, linear_of, some_signs
 from test_runtime import normal
 
 from hadagen import Rotation
@@ -19,9 +19,12 @@ from hadagen.plan.arch import load_arch
 from hadagen.plan.knobs import Knobs
 from hadagen.plan.space import Space, build_plan
 from hadagen.problem.problem import Problem
-from hadagen.runtime.call import rotate_operator
+from hadagen.runtime.call import compute, entry, rules
+from hadagen.runtime.call.rules import LINEAR
 from hadagen.runtime.choose import tables
-from hadagen.runtime.operands.rotate_arguments import (
+from hadagen.runtime.operands.call import Call
+from hadagen.runtime.operands.packed import (
+    Factors,
     addresses,
     pack_matrix,
     pack_signs,
@@ -29,7 +32,8 @@ from hadagen.runtime.operands.rotate_arguments import (
     unpack_matrices,
     unpack_signs,
 )
-from hadagen.runtime.rotation import operands_of
+from hadagen.runtime.operands.spec import Spec
+from hadagen.runtime.rotation import factors_of
 from hadagen.truth.accuracy import TORCH_DTYPE
 
 __all__ = ["device"]  # a fixture
@@ -190,11 +194,11 @@ def test_operands_in_memory_that_kernels_cannot_read(device: EmulatedDevice) -> 
     r, x = signed(224), normal(3, 224, dtype=HALF)
     wanted = x.double() @ r.matrix()
     device.ran()
-    matrices, *of = operands_of(r, x, 1.0)
+    matrices, *of = linear_of(factors_of(r, x))
     odd = torch.cat([torch.zeros(1, dtype=torch.uint8), matrices])[1:]
     strided = torch.stack([matrices, matrices], 1)[:, 0]
     for matrices in (odd, strided):
-        assert same(rotate_operator.ROTATE.functional(x, matrices, *of), wanted)
+        assert same(LINEAR.default(x, matrices, *of), wanted)
     assert "n224-k28-signed" not in ran(device)
 
 
@@ -207,9 +211,8 @@ def test_a_rotation_that_comes_again_is_one_look_up(
     wanted = x.double() @ r.matrix()
     r(x.clone(), inplace=inplace)
     searches = device.searches
-    for refused in ("functional", "in_place"):
-        monkeypatch.setattr(rotate_operator.ROTATE, refused, None)
-    monkeypatch.setattr("hadagen.runtime.rotation.check", None)
+    for module, name in ((entry, "LINEAR"), (rules, "INTO"), (compute, "check")):
+        monkeypatch.setattr(module, name, None)
     y = r(x, inplace=inplace)
     assert same(y, wanted)
     assert (y is x) == inplace
@@ -225,17 +228,16 @@ def test_other_operands_are_another_call(device: EmulatedDevice) -> None:
     x = normal(3, 224, dtype=HALF)
     matrices = pack_matrix(torch.zeros(28, 28, dtype=torch.int8))
     signs = pack_signs(some_signs(224))
-    of = ([28], signs, None, 224, False, False, 0.0625, "accurate")
+    of = linear_of(Factors(224, (28,), False, 0.0625, matrices, signs))
     for values in (1, -1):
         matrices.copy_(pack_matrix(torch.full((28, 28), values, dtype=torch.int8)))
-        y = rotate_operator.ROTATE.functional(x, matrices, *of)
-        assert same(y, rotate_operator.ROTATE.functional(x.double(), matrices, *of))
+        assert same(LINEAR.default(x, *of), LINEAR.default(x.double(), *of))
     for matrix in (torch.ones(28 * 28, dtype=torch.int8), matrices.clone().zero_()):
-        y = rotate_operator.ROTATE.functional(x, matrix, *of)
-        assert same(y, rotate_operator.ROTATE.functional(x.double(), matrix, *of))
+        given = of._replace(matrices=matrix)
+        assert same(LINEAR.default(x, *given), LINEAR.default(x.double(), *given))
     for other in (signs, pack_signs(some_signs(224, seed=1))):
-        y = rotate_operator.ROTATE.functional(x, matrices, [28], other, *of[2:])
-        assert same(y, rotate_operator.ROTATE.functional(x.double(), matrices, [28], other, *of[2:]))
+        given = of._replace(signs=other)
+        assert same(LINEAR.default(x, *given), LINEAR.default(x.double(), *given))
     r = signed(224)
     for other in (r, Rotation(224, signs=some_signs(224, seed=2), signs_after=some_signs(224, seed=3))):
         assert same(torch.func.functional_call(r, other.state_dict(), x), x.double() @ other.matrix())
@@ -303,12 +305,12 @@ def test_batches_and_modes_see_the_operator(device: EmulatedDevice) -> None:
     assert same(r(torch._neg_view(x)), -wanted)
     with Mode():
         r(x)
-    assert "hadagen.rotate.default" in seen
+    assert "hadagen.linear.default" in seen
 
 
 def test_a_scale_beyond_the_fast_kernel_takes_the_accurate_one(device: EmulatedDevice) -> None:
     r, x = signed(224), normal(3, 224, dtype=HALF)
-    rotate_operator.ROTATE.functional(x, *operands_of(r, x, 1.0)._replace(scale=1e-9, numerics="fast"))
+    LINEAR.default(x, *linear_of(factors_of(r, x)._replace(scale=1e-9), numerics="fast"))
     assert device.ran() == ["n224-k28-signed-float16-accurate"]
 
 
@@ -352,7 +354,8 @@ def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) 
     module = compile_host([source])
     x = normal(5, problem.n, dtype=HALF)
     for transposed in (False, True):
-        of = operands_of(rotation, x, 1.0)._replace(transposed=transposed)
+        given = linear_of(factors_of(rotation, x), transposed)
+        of = Call(Spec.parse(given.text), given.scale, x, *given[:3])
         arrays = {each.data_ptr(): each.numpy() for each in (of.signs, of.signs_after) if each is not None}
         operands: dict[str, Any] = {name: arrays.get(value, value) for name, value in addresses(of, HALF).items()}
         size = packed_size(problem.order) * 4 // (2 if problem.transform.real else 8)
@@ -374,10 +377,11 @@ def test_a_real_matrix_lies_where_kernels_read_it(key: str) -> None:
     matrices = [normal(20, 20), *[normal(64, 64)] * problem.transform.paired]
     r, x = Rotation(problem.n, matrices), normal(1, problem.n, dtype=dtype)
     for transposed in (False, True):
-        of = operands_of(r, x, 1.0)._replace(transposed=transposed)
+        given = linear_of(factors_of(r, x), transposed)
+        of = Call(Spec.parse(given.text), given.scale, x, *given[:3])
         found = read_operands(problem, addresses(of, dtype))
-        for name, given in zip(("matrix", "right_matrix"), unpack_matrices(of.matrices, of.orders), strict=False):
-            wanted = given.double().T if transposed else given.double()
+        for name, each in zip(("matrix", "right_matrix"), unpack_matrices(of.matrices, of.spec.orders), strict=False):
+            wanted = each.double().T if transposed else each.double()
             assert torch.allclose(torch.from_numpy(found[name]), wanted, rtol=2.0**-16, atol=0)
 
 

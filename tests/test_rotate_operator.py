@@ -1,4 +1,4 @@
-"""`torch.ops.hadagen.rotate`: what torch.compile, autograd and torch.func make of a rotation. No GPU needed."""
+"""`torch.ops.hadagen.linear`: what torch.compile, autograd and torch.func make of a rotation. No GPU needed."""
 
 import inspect
 from collections.abc import Callable
@@ -6,28 +6,34 @@ from typing import Any
 
 import pytest
 import torch
-from test_rotation import NAMED, some_signs
+from test_rotation import NAMED, linear_of, some_signs
 from test_runtime import normal
 from test_runtime_operator import R, compiled
 
 from hadagen import Rotation
 from hadagen.errors import TensorError
-from hadagen.runtime.call.named import NAMED_MATRIX, named_matrix, named_on, stored_matrix
-from hadagen.runtime.call.rotate_operator import ROTATE, RotateArguments
-from hadagen.runtime.operands.rotate_arguments import pack_pair, pack_signs
-from hadagen.runtime.rotation import operands_of
+from hadagen.runtime.call.named import OPERAND, named_matrix, named_on, stored_matrix
+from hadagen.runtime.call.rules import INTO, LINEAR, Linear
+from hadagen.runtime.operands.packed import pack_pair, pack_signs, present
+from hadagen.runtime.rotation import factors_of
 
 SIGNS = {"signs": some_signs(40), "signs_after": some_signs(40, seed=1)}
 REGULAR = Rotation(64, "regular", block=16, signs=some_signs(16))
-NOTHING = {"matrices": None, "orders": [], "signs": None, "signs_after": None}
+NOTHING = {"matrices": None, "orders": (), "signs": None, "signs_after": None}
 
 
-def operands(rotation: Rotation = R, transposed: bool = False, **changes: Any) -> RotateArguments:
-    own = operands_of(rotation, torch.empty(rotation.n), 1.0)._replace(transposed=transposed)
+def asked(rotation: Rotation = R, transposed: bool = False, **changes: Any) -> Linear:
+    """What the operator gets after x."""
+    own = factors_of(rotation, torch.empty(rotation.n))
     if rotation is R:  # its matrix has the signs
         signs, signs_after = map(pack_signs, (R.signs, R.signs_after))
         own = own._replace(matrices=named_on("dao", (20,), 40, "cpu"), signs=signs, signs_after=signs_after)
-    return own._replace(**changes)
+    return linear_of(own._replace(**changes), transposed)
+
+
+def rotated_in_place(x: torch.Tensor, of: Linear) -> None:
+    read = present(of.matrices, of.signs, of.signs_after)
+    INTO.default([x], read or [x.new_empty(0)], of.scale, f"{of.text} inplace")
 
 
 # ---- the rules of PyTorch --------------------------------------------------------------------------------------------
@@ -47,14 +53,16 @@ def test_every_check_of_the_operator_that_rotates(
     rotation: Rotation, view: Any, dtype: torch.dtype, transposed: bool, requires_grad: bool
 ) -> None:
     x = view(normal(4, rotation.n, dtype=dtype)).requires_grad_(requires_grad)
-    options = operands(rotation, transposed)
+    of = asked(rotation, transposed)
+    read = present(of.matrices, of.signs, of.signs_after)
     tolerances: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2}  # between eager and compiled, not with the truth
     if tolerances.keys() - inspect.signature(torch.library.opcheck).parameters.keys():
         tolerances = {}
-    torch.library.opcheck(ROTATE.functional, (x, *options), **tolerances)
-    torch.library.opcheck(ROTATE.in_place, (x.clone(), *options), **tolerances)
+    torch.library.opcheck(LINEAR.default, (x, *of), **tolerances)
+    in_place = f"{of.text} inplace"
+    torch.library.opcheck(INTO.default, ([x.clone()], read or [x.new_empty(0)], of.scale, in_place), **tolerances)
     if not requires_grad:
-        torch.library.opcheck(ROTATE.into, (x, *options[:-1], x.clone(), True), **tolerances)
+        torch.library.opcheck(INTO.default, ([x.clone()], [x, *read], of.scale, of.text), **tolerances)
 
 
 def test_rotations_of_fake_tensors_and_those_without_memory() -> None:
@@ -75,7 +83,6 @@ def test_rotations_of_fake_tensors_and_those_without_memory() -> None:
     ("changes", "message"),
     [
         ({"n": 48}, "the last dimension of x is 40; it must be a multiple of 48"),
-        ({"n": 0}, "it must be a multiple of 0"),
         ({"n": 20, "matrices": torch.ones(64), "orders": [8]}, "n = 20 is not 8 times a power of two"),
         ({"matrices": torch.ones(0), "orders": [0]}, "n = 40 is not 0 times a power of two"),
         ({"matrices": torch.ones(40)}, r"matrices has the shape \(40,\); matrices of the orders \[40\] have \(1600,\)"),
@@ -87,7 +94,6 @@ def test_rotations_of_fake_tensors_and_those_without_memory() -> None:
             {"matrices": pack_pair(torch.eye(2), torch.eye(32)), "orders": [2, 32]},
             r"but no packed matrices of the orders \[2, 32\] for n = 40 are",
         ),
-        ({"matrices": None}, r"matrices is None but the orders are \[40\]; pass their 1600 entries"),
         (
             {"matrices": torch.ones(1600, device="meta")},
             "the matrix of the rotation is on meta but x on cpu; a tensor on meta has no values; put",
@@ -105,24 +111,24 @@ def test_rotations_of_fake_tensors_and_those_without_memory() -> None:
     ids=str,
 )
 def test_bad_operands_are_the_same_sentence_everywhere(changes: dict[str, Any], message: str) -> None:
-    options = operands(**changes)
-    for call in (ROTATE.functional, ROTATE.in_place):
+    of = asked(**changes)
+    for call in (lambda x, of: LINEAR.default(x, *of), rotated_in_place):
         with pytest.raises(ValueError, match=message):
-            call(torch.ones(2, 40), *options)
-    if "meta" not in str(options):  # and where no memory is read
-        on_meta = torch.utils._pytree.tree_map(lambda o: o.to("meta") if isinstance(o, torch.Tensor) else o, options)
+            call(torch.ones(2, 40), of)
+    if "meta" not in str(of):  # and where no memory is read
+        on_meta = torch.utils._pytree.tree_map(lambda o: o.to("meta") if isinstance(o, torch.Tensor) else o, of)
         with pytest.raises(ValueError, match=message):
-            ROTATE.functional(torch.ones(2, 40, device="meta"), *on_meta)
+            LINEAR.default(torch.ones(2, 40, device="meta"), *on_meta)
 
 
 def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
     for n in (12, 12 * 128):  # whose kernels take orders of 12 and 48
-        torch.library.opcheck(NAMED_MATRIX, ("dao", [12], n, "cpu"))
+        torch.library.opcheck(OPERAND, (None, None, None, "dao", [12], n, "", "cpu"))
         named_matrix("dao", [12], n, "cpu").zero_()
         r = Rotation(n, "dao")
-        assert torch.equal(named_matrix("dao", [12], n, "cpu"), operands_of(r, torch.empty(n), 1.0).matrices)
-    torch.library.opcheck(NAMED_MATRIX, ("regular", [1], 64, "cpu"))
-    torch.library.opcheck(NAMED_MATRIX, ("auto", [76, 36], 10944, "cpu"))
+        assert torch.equal(named_matrix("dao", [12], n, "cpu"), factors_of(r, torch.empty(n)).matrices)
+    torch.library.opcheck(OPERAND, (None, None, None, "regular", [1], 64, "", "cpu"))
+    torch.library.opcheck(OPERAND, (None, None, None, "auto", [76, 36], 10944, "", "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -138,10 +144,10 @@ def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
     ids=repr,
 )
 def test_a_stored_matrix_is_a_tensor_of_its_own(rotation: Rotation) -> None:
-    of = operands_of(rotation, torch.empty(rotation.n), 1.0)
+    of = factors_of(rotation, torch.empty(rotation.n))
     signs = (None, None) if of.signs is not None else (rotation.packed_signs, rotation.packed_signs_after)
     arguments = rotation.packed_matrices, *signs, rotation.name, list(rotation.k), rotation.block, rotation._scale
-    torch.library.opcheck(stored_matrix, arguments)
+    torch.library.opcheck(OPERAND, (*arguments, ""))
     assert torch.equal(stored_matrix(*arguments), of.matrices)
 
 
@@ -196,11 +202,11 @@ def test_what_has_no_derivative_is_refused() -> None:
 def test_a_batch_of_operands_is_refused() -> None:
     x = normal(40)
     for change in ("signs", "matrices"):
-        whole: Any = operands()._asdict()[change]
+        whole: Any = asked()._asdict()[change]
         batch = whole.expand(3, *whole.shape)
 
         def call(part: Any, change: str = change) -> Any:
-            return ROTATE.functional(x, *operands(**{change: part}))
+            return LINEAR.default(x, *asked()._replace(**{change: part}))
 
         with pytest.raises(TensorError, match="has a batch dimension of vmap; only x may have one"):
             torch.vmap(call)(batch)

@@ -22,9 +22,11 @@ from hadagen import Rotation, hadamard_transform, rotate_quantize
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem.matrices import _TABLE, NAMES, find_matrix
 from hadagen.runtime.call import named
-from hadagen.runtime.call.rotate_operator import ROTATE
+from hadagen.runtime.call.rules import LINEAR, Linear
+from hadagen.runtime.operands.packed import Factors, structure_of
+from hadagen.runtime.operands.spec import text_of
 from hadagen.runtime.plain import transform as plain_transform
-from hadagen.runtime.rotation import operands_of
+from hadagen.runtime.rotation import factors_of
 
 NAMED = sorted((key for key in _TABLE if key[0] in NAMES), key=lambda key: (key[1], key[0]))
 
@@ -40,6 +42,13 @@ def dense(name: str, orders: tuple[int, ...], n: int, signs: Any = None, signs_a
         product = torch.kron(product, sylvester)
     before, after = (torch.ones(n) if each is None else each for each in (signs, signs_after))
     return before.double()[:, None] * product.T * after.double() / math.sqrt(n)
+
+
+def linear_of(of: Factors, transposed: bool = False, numerics: str = "accurate") -> Linear:
+    """The arguments of the operator after x."""
+    *structure, _ = structure_of(of)
+    text = text_of(*structure, transposed, numerics)
+    return Linear(of.matrices, of.signs, of.signs_after, of.scale, text)
 
 
 def some_signs(n: int, seed: int = 0) -> torch.Tensor:
@@ -131,7 +140,7 @@ def test_signs_are_a_part_of_a_matrix_that_has_all_of_h(n: int, orders: tuple[in
     signs, after = some_signs(n), some_signs(n, seed=1)
     for before, behind in ((signs, after), (signs, None), (None, after)):
         r = Rotation(n, "auto", k=orders, signs=before, signs_after=behind)
-        of = operands_of(r, normal(1, n), 1.0)
+        of = factors_of(r, normal(1, n))
         assert of.signs is of.signs_after is None
         torch.testing.assert_close(r.matrix(), dense("auto", orders, n, before, behind))
         torch.testing.assert_close(r.inverse(r(normal(3, n))), normal(3, n))
@@ -167,14 +176,14 @@ def test_how_a_given_matrix_lies_does_not_matter() -> None:
     for k in range(5, 40):
         q = torch.linalg.qr(normal(k, k, seed=k)).Q.float()
         one, other = (Rotation(k, each) for each in (q.contiguous(), q.T.contiguous().T))
-        assert operands_of(one, torch.eye(k), 1.0).scale == operands_of(other, torch.eye(k), 1.0).scale
+        assert factors_of(one, torch.eye(k)).scale == factors_of(other, torch.eye(k)).scale
 
 
 def test_sixteen_bit_results_of_a_rotation_are_rounded_once() -> None:
-    h = operands_of(Rotation(172), normal(1, 172), 1.0).matrices
+    h = factors_of(Rotation(172), normal(1, 172)).matrices
     x = torch.randint(-9, 9, (64, 344), generator=torch.Generator().manual_seed(0))  # so that every sum is exact
     for dtype in (torch.float16, torch.bfloat16):
-        y = ROTATE.functional(x.to(dtype), h, [172], None, None, 344, False, False, 0.25, "accurate")
+        y = LINEAR.default(x.to(dtype), h, None, None, 0.25, text_of(344, [172]))
         exact = x.double() @ dense("auto", (172,), 344).sign() * 0.25
         assert torch.equal(y, exact.to(dtype))
 
@@ -613,7 +622,7 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
 
 def test_a_result_is_not_written_over_the_buffers_of_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     signed, given = Rotation(32, signs=some_signs(32)), Rotation(6, torch.eye(3) + 0.25)
-    run = SimpleNamespace(over=lambda x, _: x.zero_())
+    run = SimpleNamespace(over=lambda x: x.zero_())
     for r, name in ((signed, "packed_signs"), (given, "packed_matrices")):
         buffer = r.get_buffer(name)
         before = buffer.clone()

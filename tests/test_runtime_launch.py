@@ -18,7 +18,7 @@ from hadagen.compat import hadacore
 from hadagen.errors import TensorError
 from hadagen.problem.problem import Rows
 from hadagen.problem.scale import ScaleForm
-from hadagen.runtime.call import calls, transform_operator
+from hadagen.runtime.call import entry, runs
 from hadagen.runtime.choose import tables
 
 __all__ = ["device"]  # a fixture
@@ -144,7 +144,7 @@ def test_a_transform_that_comes_again_is_one_look_up(device: EmulatedDevice, mon
     x = normal(3, 64, dtype=HALF)
     hadamard_transform(x, 0.5)
     searches = device.searches
-    monkeypatch.setattr(transform_operator.HADAMARD, "functional", None)  # the dispatcher is not asked
+    monkeypatch.setattr(entry, "LINEAR", None)  # the dispatcher is not asked
     for again in (x, x.clone()):
         assert same(hadamard_transform(again, 0.5), padded(x, 0.5))
     assert device.searches == searches
@@ -199,14 +199,14 @@ def test_a_known_shape_at_another_address(device: EmulatedDevice) -> None:
 
 
 def test_how_far_apart_a_single_row_lies_from_others_is_no_matter(device: EmulatedDevice) -> None:
-    assert transform_operator.row_pitch(normal(4, 5, 64)[:1, :3]) == 64
+    assert runs.row_pitch(normal(4, 5, 64)[:1, :3]) == 64
     x = normal(5, 200, dtype=HALF)[:1, :64]
     assert same(hadamard_transform(x), padded(x))
     assert [kind(name) for name in device.ran()] == ["n64"]
 
 
 def test_known_calls_are_not_kept_without_end(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_MAX_CALLS", 10)
+    monkeypatch.setattr(runs, "_MAX_CALLS", 10)
     for rows in range(1, 30):
         x = normal(rows, 8, dtype=HALF)
         assert same(hadamard_transform(x), padded(x))
@@ -242,7 +242,7 @@ def test_what_wants_to_see_the_operator_does_see_it(device: EmulatedDevice) -> N
         hadamard_transform(x)
     with Mode():
         hadamard_transform(x)
-    assert "hadagen.hadamard_transform.default" in seen
+    assert "hadagen.linear.default" in seen
     traced = torch.jit.trace(hadamard_transform, (x,), check_trace=False)
     scaled = torch.jit.trace(lambda x: hadamard_transform(x, x.shape[-1] ** -0.5), (x,), check_trace=False)
     renamed = torch.jit.trace(hadacore.hadamard_transform, (x,), check_trace=False)
@@ -322,7 +322,6 @@ def test_a_forked_child_knows_nothing_of_its_parent() -> None:
 import os
 import torch, hadagen
 from hadagen.problem.problem import Problem, Rows
-from hadagen.runtime.call import transform_operator
 from hadagen.runtime.launch import kernels
 from hadagen.runtime.choose import tables
 hadagen.hadamard_transform(torch.randn(3, 8))

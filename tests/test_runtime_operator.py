@@ -15,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hadagen import Rotation, hadamard_transform
 from hadagen.errors import TensorError, UsageError
-from hadagen.runtime.call import transform_operator
-from hadagen.runtime.call.transform_operator import HADAMARD
+from hadagen.runtime.call import compute
+from hadagen.runtime.call.rules import INTO, LINEAR
+from hadagen.runtime.operands.spec import text_of
 
 SIZES = [8, 6]  # and one whose rows are zero-padded
 
@@ -62,6 +63,14 @@ CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def transformed(x: torch.Tensor, scale: Any, text: str) -> Any:
+    return LINEAR.default(x, None, None, None, scale, text)
+
+
+def transformed_in_place(x: torch.Tensor, scale: Any, text: str) -> None:
+    INTO.default([x], [torch.empty(0, device=x.device)], scale, f"{text} inplace")
+
+
 @pytest.mark.parametrize(
     ("view", "dtype", "numerics", "requires_grad"),
     [
@@ -80,10 +89,11 @@ def test_every_check_of_the_operator_that_transforms(
     tolerances: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2}
     if tolerances.keys() - inspect.signature(torch.library.opcheck).parameters.keys():
         tolerances = {}
-    torch.library.opcheck(HADAMARD.functional, (x, 0.5, numerics), **tolerances)
-    torch.library.opcheck(HADAMARD.in_place, (x.clone(), 0.5, numerics), **tolerances)
+    text = text_of(numerics=numerics)
+    torch.library.opcheck(LINEAR.default, (x, None, None, None, 0.5, text), **tolerances)
+    torch.library.opcheck(INTO.default, ([x.clone()], [x.new_empty(0)], 0.5, f"{text} inplace"), **tolerances)
     if not requires_grad:
-        torch.library.opcheck(HADAMARD.into, (x, 0.5, numerics, x.clone()), **tolerances)
+        torch.library.opcheck(INTO.default, ([x.clone()], [x], 0.5, text), **tolerances)
 
 
 @of_each
@@ -124,10 +134,10 @@ def test_bad_input_is_the_same_sentence_everywhere(
     arguments: tuple[Any, ...], kind: type[Exception], message: str
 ) -> None:
     x, scale, numerics = arguments
-    for call in (HADAMARD.functional, HADAMARD.in_place):
+    for call in (transformed, transformed_in_place):
         for tensor in (x, x.to("meta")):
             with pytest.raises(kind, match=message):
-                call(tensor, scale, numerics)
+                call(tensor, scale, text_of(numerics=numerics))
     with pytest.raises(RuntimeError, match=message):  # PyTorch's own error, with ours in it
         compiled(lambda x: hadamard_transform(x, scale, numerics=numerics))(x)
 
@@ -137,14 +147,14 @@ def test_an_out_unlike_x_is_the_same_sentence_everywhere(out: torch.Tensor) -> N
     x = torch.ones(2, 8)
     for where in ("cpu", "meta"):
         with pytest.raises(TensorError, match="pass an out like x"):
-            HADAMARD.into(x.to(where), 1.0, "accurate", out.to(where))
+            INTO.default([out.to(where)], [x.to(where)], 1.0, "")
 
 
 def test_a_scalar_must_be_real() -> None:
-    for call in (HADAMARD.functional, HADAMARD.in_place):
+    for call in (transformed, transformed_in_place):
         with pytest.raises(TypeError, match="scale is a complex; pass a real number"):
-            call(torch.ones(2, 8), 1j, "accurate")
-    assert torch.equal(HADAMARD.functional(torch.ones(2, 8), 2, "accurate"), hadamard_transform(torch.ones(2, 8), 2.0))
+            call(torch.ones(2, 8), 1j, "")
+    assert torch.equal(transformed(torch.ones(2, 8), 2, ""), hadamard_transform(torch.ones(2, 8), 2.0))
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
@@ -167,8 +177,8 @@ def test_derivatives_of_a_transform(function: Callable[[torch.Tensor], torch.Ten
 
 def test_the_gradient_keeps_the_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    real = transform_operator.compute
-    monkeypatch.setattr(transform_operator, "compute", lambda *args: (seen.append(args[1].numerics), real(*args))[1])
+    real = compute.check
+    monkeypatch.setattr(compute, "check", lambda call: (seen.append(call.spec.numerics), real(call)))
     hadamard_transform(normal(3, 8).requires_grad_(), numerics="fast").sum().backward()
     assert seen == ["fast", "fast"]
 
@@ -232,21 +242,21 @@ class Watched(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function is HADAMARD.functional
+        assert function is LINEAR.default
         x, *options = args
         return Watched(function(x.inner, *options))
 
 
 def test_nothing_else_is_asked_of_a_subclass() -> None:
     x = normal(3, 8)
-    assert torch.equal(HADAMARD.functional(Watched(x), 0.5, "accurate").inner, hadamard_transform(x, 0.5))
+    assert torch.equal(transformed(Watched(x), 0.5, "").inner, hadamard_transform(x, 0.5))
 
 
 def test_a_trace_within_a_dual_level_has_nothing_else() -> None:
     with forward_ad.dual_level():
         traced = make_fx(lambda x: hadamard_transform(x * 2, 0.5))(normal(3, 8))
     called = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
-    assert called == ["aten.mul.Tensor", "hadagen.hadamard_transform.default"]
+    assert called == ["aten.mul.Tensor", "hadagen.linear.default"]
 
 
 # ---- torch.func ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import hadagen
 from hadagen import Rotation, TensorError, presets, rotate_quantize
 from hadagen.problem.formats import KERNEL_LAYOUTS, TENSOR, Layout
 from hadagen.runtime import warmup
-from hadagen.runtime.call.calls import Run
+from hadagen.runtime.call.runs import RunOfRows
 from hadagen.runtime.choose import tables
 from hadagen.runtime.launch import kernels
 from hadagen.runtime.quantized import Quantized
@@ -51,7 +51,7 @@ def test_a_kernel_writes_into_out(
     x = normal(2, 3, N, dtype=HALF)
     options = {"to": name, "rule": rule, "layout": layout, **scale_for(name, x, rule)}
     wanted = rotate_quantize(x, 128, **options)
-    monkeypatch.setattr(Run, "new", None)
+    monkeypatch.setattr(RunOfRows, "new", None)
     device.launched.clear()
     for is_known in (True, True, False):
         if not is_known:
@@ -109,18 +109,19 @@ def test_permuted_rows_are_not_copied(
     x = permuted(normal(2, 3, 5, N, dtype=HALF))
     wanted = rotate_quantize(x.contiguous(), R, to=name, **scale_for(name, x))
     sources: list[int] = []
-    new, write = Run.new, Run.into
+    new, write = RunOfRows.new, RunOfRows.write
 
-    def note_new(run: Run, address: int, *others: int) -> Any:
-        sources.append(address)
-        return new(run, address, *others)
+    def note_new(run: RunOfRows, x: torch.Tensor, *others: int) -> Any:
+        assert not run.copies
+        sources.append(x.data_ptr())
+        return new(run, x, *others)
 
-    def note_into(run: Run, out: Any, address: int, *others: int) -> None:
-        sources.append(address)
-        write(run, out, address, *others)
+    def note_write(run: RunOfRows, out: Any, addresses: list[int]) -> None:
+        sources.append(addresses[0])
+        write(run, out, addresses)
 
-    monkeypatch.setattr(Run, "new", note_new)
-    monkeypatch.setattr(Run, "into", note_into)
+    monkeypatch.setattr(RunOfRows, "new", note_new)
+    monkeypatch.setattr(RunOfRows, "write", note_write)
     for _ in range(2):
         found = rotate_quantize(x, R, to=name, **scale_for(name, x))
         assert found.codes.stride()[:-1] == tuple(each // (N // found.codes.shape[-1]) for each in x.stride()[:-1])
@@ -161,8 +162,9 @@ def test_a_kernel_finds_largest_magnitudes(group: int | None, device: EmulatedDe
         found = rotate_quantize(x, 64, to="largest", group=group)
         assert device.ran() == [f"n64-float16-to-largest_{group or N}-accurate"]
         assert found.codes.shape == (2, 5, 3, 0)
-        values = hadagen.hadamard_transform(x.float().unflatten(-1, (-1, 64)), 0.125).flatten(-2).abs()
-        wanted = values.unflatten(-1, (-1, group or N)).amax(-1)
+        # Kernels do not take float64, so no launch of theirs is remembered.
+        values = hadagen.hadamard_transform(x.double().unflatten(-1, (-1, 64)), 0.125).flatten(-2).abs()
+        wanted = values.unflatten(-1, (-1, group or N)).amax(-1).float()
         assert torch.allclose(found.scales, wanted if group else wanted[..., 0], rtol=1e-6)
     assert device.runs == 1
 
@@ -304,14 +306,14 @@ def walk(call: Callable[[], Quantized]) -> tuple[set[str], int]:
 @pytest.mark.parametrize("out", [False, True])
 @pytest.mark.parametrize("by", [64, Rotation(N), Rotation(N, signs=[1, -1] * (N // 2))], ids=["n", "plain", "signed"])
 def test_the_way_of_a_call_is_short(by: Any, out: bool, device: EmulatedDevice) -> None:
-    """In so many modules, but for those of a Rotation, and return statements, with a kernel."""
+    """In so many modules, but for those of a Rotation, and return statements, with a kernel: first, and again."""
     x = normal(4, N, dtype=HALF)
     options = {"out": new_out(rotate_quantize(x, by, to="mxfp8"))} if out else {}
     tables.forget()
-    for rooms in (8, 4):
+    for rooms, most in ((12, 9), (4, 6)):
         entered, returns = walk(lambda: rotate_quantize(x, by, to="mxfp8", **options))
         assert len(entered - {"rotation", "sealed", "sealed_module"}) <= rooms, entered
-        assert returns <= 6
+        assert returns <= most
     assert len(device.launched) == 2 + out
 
 

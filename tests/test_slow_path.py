@@ -325,7 +325,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(warmup, "cuda_index", lambda device: 0)
     monkeypatch.setattr(warmup, "_row", lambda columns, dtype, device: torch.empty(1, columns, dtype=dtype))
-    monkeypatch.setattr("hadagen.runtime.call.calls.takes_kernels", lambda x: True)
+    monkeypatch.setattr("hadagen.runtime.call.runs.takes_kernels", lambda x: True)
     monkeypatch.setattr(warmup, "compile_missing", lambda chosen, target: None)
     monkeypatch.setattr(kernels, "find", lambda *kind: loaded.append(kind))
     yield loaded

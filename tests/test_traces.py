@@ -175,9 +175,9 @@ for name in names:
     both = {"hadagen", "torch"} <= set(sys.modules)
     assert both or not {"torch", "ctypes.util"} & set(sys.modules) or name == "torch", name
 import torch, io
-torch.ops.hadagen.hadamard_transform, torch.ops.hadagen.rotate_quantize, torch.ops.hadagen.stored_matrix
+torch.ops.hadagen.linear, torch.ops.hadagen.call, torch.ops.hadagen.operand, torch.ops.hadagen.rotate_quantize
 import torch.utils.flop_counter  # for which it waited too
-assert torch.ops.hadagen.rotate in torch.utils.flop_counter.flop_registry
+assert torch.ops.hadagen.linear in torch.utils.flop_counter.flop_registry
 assert "hadagen.runtime.registration" not in {type(each).__module__ for each in sys.meta_path}
 assert torch.__spec__.loader.get_source("torch") and torch.__loader__ is torch.__spec__.loader
 assert torch.load(sys.argv[2], weights_only=True).format.name == "mxfp8"

@@ -20,8 +20,8 @@ from hadagen.errors import TensorError, shown
 from hadagen.problem.problem import kernel_order, padded_length
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import is_flag
+from hadagen.runtime.call.entry import rotated_by
 from hadagen.runtime.call.named import named_matrix
-from hadagen.runtime.call.rotate_operator import rotate
 from hadagen.runtime.checks import check_call, check_is_tensor, has_values, is_symbolic, stands_for_a_tensor
 
 __all__ = [
@@ -141,7 +141,7 @@ def _of_order(k: int, function: Any, x: Any, scale: Any, exact: bool) -> torch.T
     if not is_symbolic(scale):
         scale = float(scale)
     matrix = named_matrix("dao", [k], n, str(x.device))
-    y = rotate(pad(x, (0, n - m)), matrix, kernel_order(k, n // k), n, scale=scale)
+    y = rotated_by(matrix, kernel_order(k, n // k), n, pad(x, (0, n - m)), scale)
     return y if n == m else y[..., :m].contiguous()
 
 

@@ -20,9 +20,9 @@ from hadagen.problem.matrices import find_matrix, find_orders
 from hadagen.problem.problem import kernel_order
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
-from hadagen.runtime.call.calls import has_only_memory
+from hadagen.runtime.call.entry import rotated_by
 from hadagen.runtime.call.named import matrix_of, named_matrix
-from hadagen.runtime.call.rotate_operator import rotate
+from hadagen.runtime.call.runs import has_only_memory
 from hadagen.runtime.checks import (
     check_alike,
     check_is_flag,
@@ -32,7 +32,7 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.operands.given import as_count
-from hadagen.runtime.operands.rotate_arguments import combined, pack_matrices
+from hadagen.runtime.operands.packed import combined, pack_matrices
 
 __all__ = [
     "HadamardTransform",
@@ -234,4 +234,4 @@ def _length(x: torch.Tensor) -> int:
 
 def _rotated(x: torch.Tensor, matrix: torch.Tensor | None, k: int, transpose: bool) -> torch.Tensor:
     n = _length(x)
-    return rotate(x, matrix, k, n, scale=n**-0.5, transposed=transpose)
+    return rotated_by(matrix, k, n, x, n**-0.5, transpose)

@@ -20,10 +20,10 @@ from hadagen.compat.fast_hadamard_transform import (
     hadamard_transform_40N,
 )
 from hadagen.errors import TensorError
-from hadagen.runtime.call.calls import check_apart, has_only_memory
-from hadagen.runtime.call.operators import check_autograd_follows
+from hadagen.runtime.call.runs import check_apart, has_only_memory
 from hadagen.runtime.checks import (
     check_alike,
+    check_autograd_follows,
     check_is_tensor,
     check_like,
     check_same_device,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -28,11 +29,12 @@ from hadagen.fusing.graphs import (
     why_not_moved,
 )
 from hadagen.fusing.matching import Found
-from hadagen.fusing.steps import FusedCall, Options, rotated_by, step_of, why_without_kernel
+from hadagen.fusing.steps import FusedCall, rotated_by, step_of, why_without_kernel
 from hadagen.problem.formats import Format
+from hadagen.problem.prologues import text_of_value
 from hadagen.prologues import Mul
-from hadagen.runtime.call.prologue_operator import text_of
 from hadagen.runtime.checks import QUANTIZED
+from hadagen.runtime.operands.spec import Spec
 
 _aten = torch.ops.aten
 _HERE = str(Path(__file__).parents[1])
@@ -115,7 +117,7 @@ def _put(
     with before.graph.inserting_before(before):
         rows = made(of.node, _aten.clone.default, [x], {"memory_format": torch.contiguous_format})
         for source in (x, rows):
-            node = of.made(moved(views, source, of.width))
+            node = of.made(moved(views, source, of.spec.width))
             places = results(node)
             if all(are_alike(value_of(new), value_of(old)) for old, new in places.items()):
                 for old, new in places.items():
@@ -133,15 +135,16 @@ def _result_node(node: Node, at: int) -> Node:
 
 
 # ---- rotation → quantizer --------------------------------------------------------------------------------------------
-def _quantized(rotation: FusedCall, options: Options) -> FusedCall:
-    """A rotation, and a quantizer with these options of its rounded rows."""
-    asked, both = rotation.options, rotation.options.batch_invariant or options.batch_invariant
-    named: dict[str, Any] = {name: getattr(options, name) for name in ("to", "group", "rule", "layout", "tensor_scale")}
-    return rotation._replace(options=asked._replace(batch_invariant=both, round_first=True, **named))
+def _quantized(rotation: FusedCall, to: Spec, tensor_scale: Node | None) -> FusedCall:
+    """A rotation, and the quantizer of this spec of its rounded rows."""
+    both = rotation.spec.batch_invariant or to.batch_invariant
+    form: dict[str, Any] = {"to": to.to, "group": to.group, "rule": to.rule, "layout": to.layout}
+    spec = replace(rotation.spec, batch_invariant=both, round_first=True, **form)
+    return rotation._replace(spec=spec, tensor_scale=tensor_scale)
 
 
 def _why_not_quantized(
-    rotation: FusedCall, rows: Node, views: Sequence[Node], options: Options, to: torch.dtype
+    rotation: FusedCall, rows: Node, views: Sequence[Node], quantizer: Spec, scale: Any, to: torch.dtype
 ) -> Any:
     """Why a quantizer, of values of the type `to`, cannot follow in one operator; None if it can."""
     dtype = value_of(rows).dtype
@@ -149,18 +152,18 @@ def _why_not_quantized(
         return f"the rotated values are {dtype}"
     if any(value_of(view).dtype not in (dtype, torch.float32) for view in views):
         return f"the rotated values are rounded from {dtype} to another type"
-    if dtype != to and (options.to == "int4-row" or options.rule == "convrot"):
-        return f"{options.to} rounds to the type of what it quantizes, which is {to}, and x is {dtype}"
-    if options.scale != 1:
+    if dtype != to and (quantizer.to == "int4-row" or quantizer.rule == "convrot"):
+        return f"{quantizer.to} rounds to the type of what it quantizes, which is {to}, and x is {dtype}"
+    if scale != 1:
         return "the quantizer has a scale, by which it multiplies rounded values"
-    n, whole = rotation.options.n, rotation.width > 1
+    n, whole = rotation.spec.n, rotation.spec.width > 1
     return why_not_moved(views, lambda before, after: before == after if whole else before % n == 0 == after % n)
 
 
 def _with_rotation(node: Node) -> Joined | None:
     """Join a quantizer and the rotation before it."""
     step = step_of(node)
-    if step is None or not step.options.to or step.options.rotates or step.before:
+    if step is None or not step.spec.to or step.spec.rotates or step.spec.before:
         return None
     views = views_before(step.x)
     rows = cast(Node, views[0].args[0]) if views else step.x
@@ -169,11 +172,11 @@ def _with_rotation(node: Node) -> Joined | None:
         return None
     chain = list(dict.fromkeys((rotation.node, rows, *views, node)))
     reason = rotation.fault or _used_elsewhere(chain)
-    reason = reason or _why_not_quantized(rotation, rows, views, step.options, value_of(step.x).dtype)
-    words, place = [*rotation.words, step.options.to], None
+    reason = reason or _why_not_quantized(rotation, rows, views, step.spec, step.scale, value_of(step.x).dtype)
+    words, place = [*rotation.words, step.spec.to], None
     fusion = _fusion(words, rotation.x, chain, reason)
     if reason is None:
-        both = _quantized(rotation, step.options)
+        both = _quantized(rotation, step.spec, step.tensor_scale)
         place = _put(both, rotation.x, views, node, lambda new: {node: new})
     return fusion if reason or place else fusion._replace(reason=_ELSEWHERE), place
 
@@ -201,15 +204,15 @@ def _found_with_rotation(codes: Node, to: str, found: Found) -> Joined | None:
     scale = found.parts["s"].source if "s" in found.parts else found.outputs[found.formula.outputs[1]]
     chain = list(dict.fromkeys((rotation.node, rows, *views)))
     form = Format.choose(to, None, None, "row-major")
-    options = rotation.options._replace(to=to, group=form.group, rule=form.rule, layout=form.layout.value, scale=1)
+    quantizer = Spec(n=1, to=to, group=form.group, rule=form.rule, layout=form.layout.value)
     reason = rotation.fault or _used_elsewhere(chain) or _why_not_computed(found, codes, scale, chain[-1])
-    reason = reason or _why_not_quantized(rotation, rows, views, options, torch.float32)
+    reason = reason or _why_not_quantized(rotation, rows, views, quantizer, 1, torch.float32)
     if value_of(scale).dtype != torch.float32 or (form.needs_scale and value_of(scale).numel() != 1):
         reason = reason or f"its scale, {scale.name}, is {value_of(scale).dtype} {tuple(value_of(scale).shape)}"
     nodes = [*chain, *reversed(found.nodes), codes]
     fusion, place = _fusion([*rotation.words, to], rotation.x, nodes, reason), None
     if reason is None:
-        place = _put_for(codes, scale, form, rotation, options, views, found)
+        place = _put_for(codes, scale, form, rotation, quantizer, views, found)
     return fusion if reason or place else fusion._replace(reason=_ELSEWHERE), place
 
 
@@ -226,7 +229,7 @@ def _why_not_computed(found: Found, codes: Node, scale: Node, rows: Node) -> str
 
 
 def _put_for(
-    codes: Node, scale: Node, form: Format, rotation: FusedCall, options: Options, views: Sequence[Node], found: Found
+    codes: Node, scale: Node, form: Format, rotation: FusedCall, quantizer: Spec, views: Sequence[Node], found: Found
 ) -> Node | None:
     """Put a rotation with a quantizer in the place of the nodes of a formula. Returns what `_put` does."""
     if not form.needs_scale:
@@ -236,10 +239,10 @@ def _put_for(
         def both(new: Node) -> dict[Node, Node]:
             return {codes: _result_node(new, 0), scale: made(new, _aten.unsqueeze.default, [_result_node(new, 1), -1])}
 
-        return _put(_quantized(rotation, options), rotation.x, views, first, both)
+        return _put(_quantized(rotation, quantizer, None), rotation.x, views, first, both)
     with codes.graph.inserting_before(codes):
         given = made(scale, _aten.reshape.default, [scale, []])
-    step = _quantized(rotation, options._replace(tensor_scale=given))
+    step = _quantized(rotation, quantizer, given)
     place = _put(step, rotation.x, views, codes, lambda new: {codes: _result_node(new, 0)})
     erase(given)
     return place
@@ -249,7 +252,7 @@ def _put_for(
 def _with_formula(node: Node) -> Joined | None:
     """Join a step and the formula before it."""
     step = step_of(node)
-    if step is None or step.before:
+    if step is None or step.spec.before:
         return None
     views = views_before(step.x)
     product = cast(Node, views[0].args[0]) if views else step.x
@@ -275,10 +278,12 @@ def _with_formula(node: Node) -> Joined | None:
                 before = row.value(**options, **found.numbers)
             except UsageError:  # no prologue has such numbers
                 continue
-            words = [repr(before), *step.options.words]
+            words = [repr(before), *step.words]
             fusion = _fusion(words, x, [*reversed(found.nodes), *views, node], reason)
             if reason is None:
-                place = _put(step._replace(before=text_of(before)), x, views, node, results)
+                place = _put(
+                    step._replace(spec=replace(step.spec, before=text_of_value(before))), x, views, node, results
+                )
                 if place:
                     return fusion, place
                 fusion = fusion._replace(reason=_ELSEWHERE)
@@ -315,7 +320,7 @@ def _why_not_before(found: Found, x: Node, views: Sequence[Node], step: FusedCal
         return reason or "the length of rows is open"
     if is_whole and _is_made_with(found, x):
         return f"{x.name} is computed in the same kernel as the product, and would have to be written"
-    return why_without_kernel(step.options, value_of(step.x), columns)
+    return why_without_kernel(step, value_of(step.x), columns)
 
 
 def _is_made_with(found: Found, x: Node) -> bool:

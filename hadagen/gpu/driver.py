@@ -190,7 +190,7 @@ class LoadedKernel:
 
         changing: params whose values the function takes after the addresses, in this order."""
         arguments = self.spec.arguments(elements, scale, rows, {**(operands or {}), **dict.fromkeys(changing, 0)})
-        positions = [[param.name for param in self.spec.params].index(name) for name in changing]
+        first, *positions = [[param.name for param in self.spec.params].index(name) for name in changing] or [0]
         launch_kernel, function = bindings().cuLaunchKernelEx, c_void_p(self.function)
         # Stream → blocks that no launch uses now. If several threads launch at once, each needs a block of its own.
         idle: dict[int, list[LaunchBlock]] = defaultdict(list)
@@ -204,7 +204,8 @@ class LoadedKernel:
             config, values, places = block
             values[X], values[Y] = x, y
             if others:
-                for position, value in zip(positions, others, strict=True):
+                values[first] = others[0]  # most launches have one, and a loop takes longer
+                for position, value in zip(positions, others[1:], strict=True) if positions else ():
                     values[position] = value
             code = launch_kernel(config, function, places, None)
             if code:

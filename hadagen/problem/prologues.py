@@ -421,6 +421,22 @@ def name_of(before: Any) -> str:
     return str(name)
 
 
+def text_of_value(before: Any) -> str:
+    """The text of a value of `before=`; "" for None. Raises TypeError, and `UsageError` for a prologue with tensors of
+    its own, which the public functions do not take."""
+    if before is None:
+        return ""
+    if not isinstance(before, Prologue):
+        raise TypeError(
+            f"before is a {type(before).__name__}; pass a value of hadagen.prologues, such as "
+            "hadagen.prologues.SiluMul(), or None"
+        )
+    if before.operands:
+        names = ", ".join(each.name for each in before.operands)
+        raise UsageError(f"before = {before.name} has tensors of its own, {names}, which this call does not take")
+    return before.text or before.name
+
+
 def check_prologue(name: Any) -> None:
     """Raises `UsageError` for a name that is neither that of a prologue nor "", which means no prologue."""
     if not isinstance(name, str) or (name and name not in PROLOGUES and name not in _activated()):

@@ -14,6 +14,7 @@ from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.problem.problem import Numerics
+from hadagen.problem.prologues import Prologue
 from hadagen.runtime.arguments import is_flag, is_one_of
 from hadagen.runtime.overlap import overlaps_itself
 
@@ -21,6 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 QUANTIZED = (torch.float16, torch.bfloat16, torch.float32)  # which `rotate_quantize` takes
 REAL = (float, int, Real)  # the first two are faster to check
 is_functional: Any = torch._is_functional_tensor  # of torch.func.functionalize
+_ASKED = {"x": "inplace=True", "out": "out="}
 _NUMERICS = tuple(member.value for member in Numerics)
 
 
@@ -53,6 +55,11 @@ def check_options(scale: float, numerics: str, dtype: torch.dtype) -> None:
         number, largest = as_float(scale), torch.finfo(wide).max
         if not abs(number) <= largest:
             raise UsageError(f"scale = {number} is not finite in {plain(wide)}; pass a number up to {largest:.3g}")
+    check_numerics(numerics)
+
+
+def check_numerics(numerics: Any) -> None:
+    """Raises `UsageError`."""
     if not is_one_of(numerics, _NUMERICS):
         raise UsageError(f"numerics {shown(numerics)} is not supported; {choice(numerics, _NUMERICS)}")
 
@@ -165,6 +172,35 @@ def check_is_flag(value: Any, name: str) -> None:
         raise TypeError(f"{name} is {shown(value)}; pass True or False")
 
 
+def check_rows(x: Any, takes: int | None, before: Prologue | None, inplace: bool, out: Any) -> None:
+    """Raises TypeError, `UsageError` and `TensorError` for an x that cannot be rotated, after a prologue, into this
+    destination. takes: the elements of a rotated row; None for any."""
+    check_is_tensor(x, "x")
+    check_destination(x, inplace, out)
+    if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
+        check_tensor(x)
+    width = 1 if before is None else before.width
+    if takes is not None and x.dim():
+        check_length(x.shape[-1], takes, width)
+    if out is not None and out is not x and not torch.compiler.is_dynamo_compiling():
+        if before is None:
+            check_like(x, out)
+        else:
+            check_rows_like(x, out, width)
+    if inplace and width > 1:
+        raise UsageError(
+            f"inplace=True is not possible with before = {shown(before)}, because x has {width} elements for each "
+            "element of the result; leave it out, or pass out="
+        )
+
+
+def check_length(columns: float, takes: int, width: int) -> None:
+    """Raises `TensorError` unless rows of x, width elements of which become one, are as a rotation takes them."""
+    if columns != width * takes:
+        said = f"{width} · {takes} with before= of two parts" if width > 1 else f"{takes}"
+        raise TensorError(f"the last dimension of x is {int(columns)}; this rotation takes {said}")
+
+
 def check_destination(x: torch.Tensor, inplace: bool, out: torch.Tensor | None) -> None:
     """Raises TypeError and `UsageError` for arguments that do not say where the result goes."""
     check_is_flag(inplace, "inplace")
@@ -172,6 +208,19 @@ def check_destination(x: torch.Tensor, inplace: bool, out: torch.Tensor | None) 
         check_is_tensor(out, "out")
         if inplace and out is not x:
             raise UsageError("inplace=True and out= name two places for the result; give one of them")
+
+
+def check_rows_like(x: torch.Tensor, out: torch.Tensor, width: int) -> None:
+    """Raises `TensorError` if out cannot take the rows that a prologue of this width makes of x, and that are rotated
+    then."""
+    check_alike(x, out, "out")
+    shape = (*x.shape[:-1], x.shape[-1] // width)
+    is_like = not out.is_nested and out.layout is torch.strided and out.shape == shape and out.dtype == x.dtype
+    if not is_like or out.device != x.device:
+        raise TensorError(
+            f"out is {plain(out.dtype)} {shape_of(out)} on {out.device}; with before= the result is strided "
+            f"{plain(x.dtype)} {tuple(shape)} on {x.device}"
+        )
 
 
 def check_like(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -195,6 +244,30 @@ def check_writable(y: torch.Tensor) -> None:
         raise TensorError(
             "several elements of the tensor to write share memory (expand and unfold do that); clone it first"
         )
+
+
+def check_autograd_follows(x: torch.Tensor, name: str) -> None:
+    """Raises `TensorError` if PyTorch would refuse to record a write to x, because it refuses only after the write."""
+    origin = x if x._base is None else x._base
+    if origin is not x and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
+        raise TensorError(
+            f"{name} is a view that autograd cannot follow, made by chunk, split or unbind or under no_grad; "
+            f"leave out {_ASKED[name]}, or clone {name} first"
+        )
+    if origin.is_leaf:
+        raise TensorError(
+            f"{name} is a leaf, or a view of one, that requires grad; leave out {_ASKED[name]} or use no_grad"
+        )
+
+
+def check_copied_to(y: torch.Tensor, name: str) -> None:
+    """Raises `TensorError` where PyTorch would refuse to copy values to y, or to record that."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if torch.is_grad_enabled() and y.requires_grad:
+        check_autograd_follows(y, name)
+    if type(y) is torch.Tensor:
+        check_writable(y)
 
 
 def plain(value: Any) -> str:

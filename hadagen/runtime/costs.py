@@ -22,9 +22,12 @@ from hadagen.errors import DeviceError
 from hadagen.gpu import driver
 from hadagen.problem.launch import X, Y
 from hadagen.problem.problem import Rows
-from hadagen.runtime.call import transform_operator
+from hadagen.runtime.call.rules import LINEAR
+from hadagen.runtime.call.runs import known
 from hadagen.runtime.choose.device import cuda_index
 from hadagen.runtime.launch import kernels, streams
+from hadagen.runtime.operands.call import Call
+from hadagen.runtime.operands.spec import Spec
 from hadagen.runtime.transform import hadamard_transform
 
 ROWS, N = 64, 128
@@ -101,16 +104,17 @@ def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[
     def launch_alone(read: object = values) -> object:  # which must stay: `places` leads there
         return launch_kernel(config, function, places, None)
 
-    leaf, options = x.clone().requires_grad_(), transform_operator.Options(0.5, "accurate", False)
+    leaf, key = x.clone().requires_grad_(), Call(Spec.parse("inplace"), 0.5, x).key
+    hadamard_transform(x, 0.5, inplace=True)
     rungs: dict[str, Callable[[], object]] = {
         "cuLaunchKernelEx": launch_alone,
         "+ setting the addresses": lambda: launch(stream, address, address),
-        "+ finding the launch": lambda: transform_operator.compute(x, options, True),
+        "+ finding the launch": lambda: known(x, key).over(x),  # type: ignore[union-attr]
         "in place": lambda: hadamard_transform(x, 0.5, inplace=True),
         "out of place": lambda: hadamard_transform(x, 0.5),
         "with gradients": lambda: hadamard_transform(leaf, 0.5),
-        "through the dispatcher": lambda: transform_operator.HADAMARD.functional(x, *options),
-        "through the dispatcher, with gradients": lambda: transform_operator.HADAMARD.functional(leaf, *options),
+        "through the dispatcher": lambda: LINEAR.default(x, None, None, None, 0.5, ""),
+        "through the dispatcher, with gradients": lambda: LINEAR.default(leaf, None, None, None, 0.5, ""),
         "torch.empty_like(x)": lambda: torch.empty_like(x),
         "x.clone()": lambda: x.clone(),
     }

@@ -13,34 +13,32 @@ from hadagen.errors import TensorError, UsageError, shown
 from hadagen.problem.choices import FormatName, LayoutName, NumericsName, RuleName
 from hadagen.problem.formats import ROW, TENSOR, Format, Layout
 from hadagen.problem.problem import Problem, Rows
-from hadagen.problem.prologues import Prologue
+from hadagen.problem.prologues import Prologue, named, text_of_value
 from hadagen.runtime.arguments import as_int
-from hadagen.runtime.call import calls, slow
-from hadagen.runtime.call.calls import Run, has_only_memory, needs_derivative, number_of, result_like, rotation_problem
-from hadagen.runtime.call.prologue_operator import Before, applied, rotate_after, text_of
-from hadagen.runtime.call.quantize_operator import (
-    INTO,
-    NAMES,
-    NEW,
-    After,
-    check_free,
-    check_outputs,
-    fill_up,
-    make,
-    outputs_of,
-    problem_for,
-    written_of,
+from hadagen.runtime.call import slow
+from hadagen.runtime.call.compute import applied, rotation_of
+from hadagen.runtime.call.find import problem_of
+from hadagen.runtime.call.outputs import NAMES, check_outputs, check_results_apart, filling, outputs_of, written_of
+from hadagen.runtime.call.rules import CALL, LINEAR, Linear, write_results
+from hadagen.runtime.call.runs import (
+    Range,
+    Run,
+    has_only_memory,
+    is_dynamo_compiling,
+    is_plain,
+    known,
+    needs_derivative,
+    remember_asked,
 )
-from hadagen.runtime.call.rotate_operator import ROTATE
 from hadagen.runtime.call.sharded import check_new, is_divided, is_sharded, joined, like_heads, shards_of, whole_of
 from hadagen.runtime.checks import (
     QUANTIZED,
-    REAL,
     as_float,
     check_alike,
     check_is_flag,
     check_is_number,
     check_is_tensor,
+    check_length,
     check_options,
     check_tensor,
     is_symbolic,
@@ -50,9 +48,11 @@ from hadagen.runtime.checks import (
 )
 from hadagen.runtime.choose.entries import BATCH_INVARIANT
 from hadagen.runtime.launch import kernels
-from hadagen.runtime.operands.rotate_arguments import RotateArguments, check
+from hadagen.runtime.operands.call import Call, key_of, result_like
+from hadagen.runtime.operands.packed import Factors, present, structure_of
+from hadagen.runtime.operands.spec import Spec, text_of
 from hadagen.runtime.quantized import Quantized
-from hadagen.runtime.rotation import Rotation, buffers_of, memory_of, number_for, operands_of
+from hadagen.runtime.rotation import Rotation, buffers_of, factors_of, made_for
 
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
 
@@ -111,86 +111,188 @@ def rotate_quantize(
     together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as an x that requires a
     gradient without gradient=True, and for an out that is not like the result.
     """
-    target = None if out is None else _destination(out)
-    text = "" if before is None else text_of(before)
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    source, results, what = x, None, None
-    quantized: Quantized | None = None
-    given: Any
-    if gradient is not False:
-        check_is_flag(gradient, "gradient")
-        if gradient and isinstance(to, str) and to == "largest":
-            raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
-        if gradient:
-            _check_kind(x)
-            x = x.detach() if needs_derivative(x) else x
-    if calls.is_plain(x):
-        asked = to, scale, group, rule, layout, round_first, numerics, batch_invariant, text
-        what = _what(x, rotation, tensor_scale, *asked)
-        run = None if what is None else calls.known(x, what)
-        if run is not None and not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
-            form = run.options
-            given = _tensor_scale(tensor_scale, form, x) if form.needs_scale else None
-            results = _again(run, x, rotation, given, target)
+    rotation = 1 if rotation is None else rotation
+    follows = gradient is not False and _has_gradient(x, to, gradient)
+    prologue = "" if before is None else text_of_value(before)
+    asked = scale, to, group, rule, layout, round_first, numerics, batch_invariant, prologue
+    q: Quantized | None = None
+    target = None if out is None else _destination(out)
+    if not follows and is_plain(x):
+        width = 1 if before is None else before.width
+        q = _again(x, rotation, asked, tensor_scale, target, width)
     elif is_sharded(x):
         check_new(False, out)
-        of_format = to, scale, group, rule, layout, tensor_scale, round_first, gradient
-        quantized = _of_shards(source, rotation, *of_format, numerics, batch_invariant, before)
-        results = quantized.codes, quantized.scales
-    if results is None:
-        check_values(x)
-        check_is_flag(round_first, "round_first")
-        check_is_flag(batch_invariant, "batch_invariant")
-        rows = x if before is None else result_like(x, before.width)
-        form, columns = Format.choose(to, as_int(group), rule, layout), rows.shape[-1]
-        form.scales_in_row(columns)
-        if form.element.bits == 4 and columns % 2:
-            whose = "x has" if before is None else "the result of before has"
-            raise TensorError(f"{whose} {columns} columns; 4-bit codes need an even number")
-        check_options(1.0 if scale is None else scale, numerics, torch.float32)
-        given = _tensor_scale(tensor_scale, form, x)
-        scale = scale if scale is None or is_symbolic(scale) else float(scale)
-        of = _operands(rows, rotation, scale, numerics, bool(batch_invariant), before)
-        written = None if target is None else written_of(target, form)
-        if written is not None:
-            _check_written(x, rows, rotation, form, given, written)
-        if before is None:
-            results = _made(x, of, form, bool(round_first), given, written, what)
-        else:
-            after = After(of, form, bool(round_first), given)
-            made = rotate_after(x, Before(text), after, written or (), _remembered(what))
-            results = (made[0], made[1]) if written is None else (written[0], written[-1])
-    if quantized is None:
-        codes, scales = results if target is None else target
-        quantized = Quantized(codes, given, form) if form.group == TENSOR else Quantized(codes, scales, form, given)
-        if source is not x:
-            wide = source.float() if before is None else applied(source, before)["x"]
-            wanted = _operands(wide, rotation, scale, numerics, bool(batch_invariant))
-            if torch.compiler.is_dynamo_compiling():
-                quantized._exact = ROTATE.apply(wide, wanted)
+        q = _of_shards(x, rotation, asked, tensor_scale, before, follows)
+    make = _with_gradient if follows else _quantized
+    return q or make(x, rotation, asked, tensor_scale, target, before)
+
+
+Asked = tuple[Any, ...]  # scale, to, group, rule, layout, round_first, numerics, batch_invariant, text of before
+Target = tuple[Any, Any] | None  # codes and scales of out
+
+
+# ---- calls that come again -------------------------------------------------------------------------------------------
+_known: dict[Any, tuple[int, Format]] = {}  # as `_Made.quantized`, of rotations of n
+
+
+def _again(
+    x: torch.Tensor, rotation: Any, asked: Asked, tensor_scale: Any, target: Target, width: int
+) -> Quantized | None:
+    """The result of a call with a plain x that comes again; None for any other call. width: as for `Prologue`."""
+    made, results = None, None
+    if isinstance(rotation, Rotation):
+        made = made_for(rotation, x, width)
+        table, rotation = {} if made is None else made.quantized, 0
+    else:
+        table = _known
+    try:  # a value of a refused type may equal a number
+        heads = tensor_scale.numel() if isinstance(tensor_scale, torch.Tensor) else 1
+        found = table.get((rotation, type(rotation), type(asked[0]), type(asked[2]), heads, asked))
+    except (RuntimeError, TypeError, ValueError):  # an argument that is refused
+        found = None
+    if found is not None and not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
+        key, form = found
+        given = _tensor_scale(tensor_scale, form, x) if form.needs_scale or tensor_scale is not None else None
+        run = known(x, key)
+        if run is not None:
+            addresses = [] if given is None else [given.data_ptr()]
+            if target is None:
+                results = run.new(x, *addresses)
             else:
-                with slow.quiet():  # the codes have said what is to be said
-                    quantized._exact = ROTATE.apply(wide, wanted)
-    return quantized
+                kept = [*(() if made is None else made.places), *map(_range, [] if given is None else [given])]
+                results = _written(run, x, form, target, kept, addresses)
+    return None if results is None else _with_format(results, form, given)
+
+
+def _written(
+    run: Run, x: torch.Tensor, form: Format, target: Any, kept: Sequence[Range], addresses: Sequence[int]
+) -> Any:
+    """The target, with the results; None if its tensors must be checked first."""
+    places = run.places(target, x, kept)
+    if places is not None:
+        rest = filling(target[1]) if form.layout.in_columns else None
+        run.write(target[: len(run.outputs)], [*places, *addresses])
+        if rest is not None:
+            rest.zero_()
+    return None if places is None else target
+
+
+def _range(tensor: torch.Tensor) -> Range:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def _with_format(results: Any, form: Format, given: Any) -> Quantized:
+    """results: codes and scales, or codes alone, where the scale is the one that was given."""
+    codes, scales = (results, given) if isinstance(results, torch.Tensor) else results
+    if form.group == TENSOR:
+        scales, given = given, None
+    return Quantized(codes, scales, form, given)
+
+
+# ---- other calls -----------------------------------------------------------------------------------------------------
+def _quantized(
+    x: torch.Tensor, rotation: Any, asked: Asked, tensor_scale: Any, target: Target, before: Prologue | None
+) -> Quantized:
+    """The result of a call with a tensor that is whole here, after all checks."""
+    scale, to, group, rule, layout, round_first, numerics, batch_invariant, prologue = asked
+    check_values(x)
+    check_is_flag(round_first, "round_first")
+    check_is_flag(batch_invariant, "batch_invariant")
+    rows = x if before is None else result_like(x, before.width)
+    form, columns = Format.choose(to, as_int(group), rule, layout), rows.shape[-1]
+    form.scales_in_row(columns)
+    if form.element.bits == 4 and columns % 2:
+        whose = "x has" if before is None else "the result of before has"
+        raise TensorError(f"{whose} {columns} columns; 4-bit codes need an even number")
+    check_options(1.0 if scale is None else scale, numerics, torch.float32)
+    given = _tensor_scale(tensor_scale, form, x)
+    of = factors(rotation, rows, scale, before)
+    text = text_of(
+        *structure_of(of), numerics, bool(batch_invariant), False, prologue, *fields_of(form), bool(round_first)
+    )
+    written = () if target is None else written_of(target, form)
+    rest = None if is_dynamo_compiling() else _checked_out(x, rows, rotation, form, written)
+    tensors = [x, *present(of.matrices, of.signs, of.signs_after), *([] if given is None else [given])]
+    if target is None:
+        codes, scales = CALL(tensors, of.scale, text)
+    else:
+        codes, scales = target
+        write_results(tensors, of.scale, text, written)
+        if rest is not None:
+            rest.zero_()
+    _remember(x, rotation, asked, of, text, form, 1 if given is None else given.numel())
+    return _with_format((codes, scales), form, given)
+
+
+def _checked_out(
+    x: torch.Tensor, rows: torch.Tensor, rotation: Any, form: Format, written: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """What fills up the columns of written scales, if they have memory. Raises `TensorError` for tensors that cannot
+    take codes and scales of rows, which are x or like the result of a prologue."""
+    named = [*zip(NAMES, written, strict=False)]
+    for name, each in named:
+        _check_has_no_gradient(each, name)
+    check_outputs(written, outputs_of(rows, form), x)
+    if not written or not all(has_only_memory(each) for each in (x, *written)):
+        return None
+    if isinstance(rotation, Rotation):
+        check_results_apart(named, form, buffers_of(rotation))
+    return filling(written[1]) if form.layout.in_columns else None
+
+
+def fields_of(form: Format) -> tuple[str, int, str, str]:
+    """The fields of a spec."""
+    return form.name, form.group, form.rule, form.layout.value
+
+
+def _remember(x: Any, rotation: Any, asked: Asked, of: Factors, text: str, form: Format, heads: int) -> None:
+    """Let `_again` find a call that was made."""
+    if not has_only_memory(x):
+        return
+    table: Any = _known
+    if isinstance(rotation, Rotation):
+        table, rotation = None if rotation._made is None else rotation._made.quantized, 0
+    if table is not None and type(rotation) is int:
+        key = key_of(text, of.scale, of.matrices, of.signs, of.signs_after, heads if form.by_head else 1)
+        what = rotation, type(rotation), type(asked[0]), type(asked[2]), heads
+        remember_asked(table, (*what, asked), (key, form))
+
+
+def _has_gradient(x: torch.Tensor, to: Any, gradient: Any) -> bool:
+    """Whether the result has a gradient, with this argument. Raises TypeError, `UsageError` and `TensorError`."""
+    check_is_flag(gradient, "gradient")
+    if gradient and isinstance(to, str) and to == "largest":
+        raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
+    if gradient:
+        check_kind(x)
+    return bool(gradient) and needs_derivative(x)
+
+
+def _with_gradient(
+    x: torch.Tensor, rotation: Any, asked: Asked, tensor_scale: Any, target: Target, before: Prologue | None
+) -> Quantized:
+    """The result of a call whose codes have a gradient: with the rotated values too, which have a derivative."""
+    scale, *_, numerics, batch_invariant, _ = asked
+    q = _quantized(x.detach(), rotation, asked, tensor_scale, target, before)
+    wide = x.float() if before is None else applied(x, before)["x"]
+    of = factors(rotation, wide, scale)
+    text = text_of(*structure_of(of), numerics, bool(batch_invariant))
+    wanted = Linear(of.matrices, of.signs, of.signs_after, of.scale, text)
+    if is_dynamo_compiling():
+        q._exact = LINEAR(wide, *wanted)
+    else:
+        with slow.quiet():  # the codes have said what is to be said
+            q._exact = LINEAR(wide, *wanted)
+    return q
 
 
 def _of_shards(
-    x: Any,
-    rotation: Any,
-    to: str,
-    scale: float | None,
-    group: int | None,
-    rule: str | None,
-    layout: str,
-    tensor_scale: Any,
-    round_first: bool,
-    gradient: bool,
-    numerics: str,
-    batch_invariant: bool,
-    before: Prologue | None,
+    x: Any, rotation: Any, asked: Asked, tensor_scale: Any, before: Prologue | None, follows: bool
 ) -> Quantized:
     """The codes and scales of a DTensor, as DTensors that are divided like x."""
+    _, to, group, rule, layout, *_ = asked
     form = Format.choose(to, as_int(group), rule, layout)
     n = rotation.block if isinstance(rotation, Rotation) else getattr(rotation, "n", rotation or 1)
     unit = None if form.group == ROW or not isinstance(n, int) else math.lcm(n, max(form.group, 1), 2)
@@ -202,14 +304,13 @@ def _of_shards(
         )
     width = 1 if before is None else before.width
     if isinstance(rotation, Rotation):
-        rows = result_like(shards.local, width)
-        rotation = operands_of(rotation, rows, 1.0, numerics, batch_invariant, before, x.shape[-1] / width)
+        check_length(x.shape[-1], rotation.n, width)
+        rotation = factors_of(rotation, shards.local)
     given = tensor_scale
     if isinstance(given, torch.Tensor):
         given = like_heads(given, shards) if form.by_head else whole_of(given)
-    named: dict[str, Any] = {"round_first": round_first, "gradient": gradient, "numerics": numerics}
-    named |= {"batch_invariant": batch_invariant, "before": before, "tensor_scale": given, "layout": layout}
-    q = rotate_quantize(shards.local, rotation, to=to, scale=scale, group=group, rule=rule, **named)
+    make = _with_gradient if follows else _quantized
+    q = make(shards.local, rotation, asked, given, None, before)
     scales = joined(shards, q.scales, replicated=form.group == TENSOR and not form.by_head)
     made = Quantized(joined(shards, q.codes), scales, form)
     if q.tensor_scale is not None:
@@ -219,129 +320,22 @@ def _of_shards(
     return made
 
 
-# ---- calls that come again -------------------------------------------------------------------------------------------
-_PLAIN = {None, type(None), int, float, bool, str}
-
-
-def _what(x: torch.Tensor, rotation: Any, tensor_scale: Any, to: Any, scale: Any, group: Any, *options: Any) -> Any:
-    """The options of a call, as `calls.known` takes them; None if the call is not remembered."""
-    if isinstance(rotation, Rotation):
-        by = number_for(rotation, x)
-        if by is None:
-            return None
-    elif isinstance(rotation, RotateArguments):
-        by = number_of(rotation)
-    elif rotation is None or type(rotation) is int:
-        by = rotation
-    else:
-        return None
-    if not (scale is None or isinstance(scale, REAL)):  # a refused type, which may equal a number
-        return None
-    heads = 0 if tensor_scale is None else -1
-    if isinstance(tensor_scale, torch.Tensor):
-        if type(tensor_scale) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        heads = tensor_scale.numel()
-    return by, type(rotation), type(group), heads, to, scale, group, *options
-
-
-def _again(
-    run: Run, x: torch.Tensor, rotation: Any, given: torch.Tensor | None, target: tuple[Any, Any] | None
-) -> tuple[Any, Any] | None:
-    """Codes and scales of a call that comes again; None if the tensors that it writes must be checked."""
-    addresses = [] if given is None else [given.data_ptr()]
-    if target is None:
-        made = run.new(x.data_ptr(), *addresses)
-        return made if len(run.outputs) > 1 else (made, None)
-    kept = [] if given is None else [(addresses[0], addresses[0] + given.nbytes)]
-    if isinstance(rotation, Rotation):
-        kept += memory_of(rotation)
-    elif isinstance(rotation, RotateArguments):
-        kept += [(each.data_ptr(), each.data_ptr() + each.nbytes) for _, each in rotation.tensors]
-    places = run.places(x, target, kept)
-    if places is None:
-        return None
-    if run.options.layout.in_columns:
-        fill_up(target[1])
-    run.into(target[: len(run.outputs)], *places, *addresses)
-    return target
-
-
-# ---- other calls -----------------------------------------------------------------------------------------------------
-def _check_written(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    rotation: Any,
-    form: Format,
-    given: torch.Tensor | None,
-    written: Sequence[torch.Tensor],
-) -> None:
-    """Raises `TensorError` for tensors that cannot take codes and scales of rows, which are x or like the result of a
-    prologue. Zeros what fills up columns of scales."""
-    if torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
-        return
-    for name, each in zip(NAMES, written, strict=False):
-        _check_has_no_gradient(each, name)
-    check_outputs(written, outputs_of(rows, form), x)
-    if all(has_only_memory(each) for each in (x, *written)):
-        kept = buffers_of(rotation) if isinstance(rotation, Rotation) else ()
-        kept = rotation.tensors if isinstance(rotation, RotateArguments) else kept
-        check_free(written, x, given, form, kept)
-        if form.layout.in_columns:  # PyTorch does not know that these zeros belong to it, so an operator may not
-            fill_up(written[1])
-
-
-def _remembered(what: Any) -> Any:
-    """The options of a call if it may be remembered: a value of another type may change."""
-    return what if what is not None and _PLAIN.issuperset(map(type, what[4:])) else None
-
-
-def _made(
-    x: torch.Tensor,
-    of: RotateArguments,
-    form: Format,
-    round_first: bool,
-    given: torch.Tensor | None,
-    written: Sequence[torch.Tensor] | None,
-    what: Any,
-) -> tuple[Any, Any]:
-    """Codes and scales of a call without a prologue whose arguments were checked; it bypasses the dispatcher if the
-    dispatcher has nothing to do."""
-    tensors = [x, given, of.matrices, of.signs, of.signs_after, *(written or ())]
-    is_plain = not torch.compiler.is_dynamo_compiling() and all(
-        each is None or (has_only_memory(each) and not needs_derivative(each)) for each in tensors
-    )
-    if is_plain:
-        results = make(x, of, form, round_first, given, written, _remembered(what))
-    else:
-        options = After(of, form, round_first, given).at()
-        if written is None:
-            results = NEW(x, *options)
-        else:
-            if not torch.compiler.is_dynamo_compiling():
-                x = x.resolve_neg()  # which PyTorch does only for operators with a result
-            INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
-            results = written[0], written[-1]
-    return results
-
-
 def _destination(out: Any) -> tuple[Any, Any]:
     """Codes and scales of out. Raises TypeError."""
     if not isinstance(out, (Quantized, tuple, list)) or len(out) != 2:
         raise TypeError(f"out is a {type(out).__name__}; pass what rotate_quantize returned, or codes and scales")
-    if isinstance(out, Quantized):
-        return out.codes, out.scales  # which torch.compile of PyTorch 2.8 and earlier cannot unpack
-    codes, scales = out
+    # torch.compile of PyTorch 2.8 and earlier cannot unpack a Quantized
+    codes, scales = (out.codes, out.scales) if isinstance(out, Quantized) else out
     return codes, scales
 
 
 def check_values(x: torch.Tensor) -> None:
     """Raises TypeError and `TensorError` for an x that cannot be quantized."""
-    _check_kind(x)
+    check_kind(x)
     _check_has_no_gradient(x, "x")
 
 
-def _check_kind(x: torch.Tensor) -> None:
+def check_kind(x: torch.Tensor) -> None:
     """The same, but for an x that requires a gradient."""
     check_is_tensor(x, "x")
     if x.dtype not in QUANTIZED:
@@ -357,24 +351,25 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} requires a gradient, which quantized codes do not have; {fix}")
 
 
-def _operands(
-    x: torch.Tensor,
+def factors(
     rotation: Any,
+    rows: torch.Tensor,
     scale: float | None,
-    numerics: str,
-    batch_invariant: bool,
     before: Prologue | None = None,
-) -> RotateArguments:
-    """x: a tensor like the rows to rotate. scale: None for the default. before: the prologue that makes the rows."""
-    columns = x.shape[-1]
-    factor = 1.0 if scale is None else scale
+) -> Factors:
+    """What a rotation of `rotate_quantize` is made of, with the scale of a call; None for the default.
+
+    rows: a tensor like the rows to rotate. before: the prologue that makes them. Raises TypeError, `UsageError` and
+    `TensorError` for a rotation that does not fit."""
+    columns = rows.shape[-1]
+    scale = scale if scale is None or is_symbolic(scale) else float(scale)
     if isinstance(rotation, Rotation):
-        return operands_of(rotation, x, factor, numerics, batch_invariant, before)
-    if isinstance(rotation, RotateArguments):
-        made = rotation.scaled(factor, numerics, batch_invariant)
-        if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
-            check(x, made)
-        return made
+        width = 1 if before is None else before.width
+        check_length(width * columns, rotation.n, width)
+        of = factors_of(rotation, rows)
+        return _scaled(of, scale)
+    if isinstance(rotation, Factors):
+        return _scaled(rotation, scale)
     n = 1 if rotation is None else as_int(rotation)
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
@@ -383,8 +378,13 @@ def _operands(
             f"rotation = {shown(n)} is no power of two that divides the {columns} columns of "
             f"{'x' if before is None else 'the result of before'}; choose one"
         )
-    factor = n**-0.5 if scale is None else scale
-    return RotateArguments(None, [1], None, None, n, False, False, factor, numerics, batch_invariant)
+    return Factors(n, scale=n**-0.5 if scale is None else scale)
+
+
+def _scaled(of: Factors, scale: float | None) -> Factors:
+    if scale is None:
+        return of
+    return Factors(of.n, of.orders, of.swapped, of.scale * scale, of.matrices, of.signs, of.signs_after)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -412,7 +412,7 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
 def _is_ready(given: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether `given` can be used unchanged as the result of `_tensor_scale`, as nearly always on a GPU."""
     return (
-        calls.is_plain(given)
+        is_plain(given)
         and given.is_cuda
         and given.get_device() == x.get_device()
         and given.dim() == 0
@@ -467,18 +467,20 @@ def problems_of(
     numerics: str,
     batch_invariant: bool,
     prologue: str = "",
-) -> tuple[RotateArguments, Problem | None, Problem | None, Problem | None]:
-    """The arguments of the rotation; the problem of the kernel that does all of a call with tensors like x; and the
-    problems of the kernels that rotate if there is no such kernel. None if no kernel can. form: None without a
-    quantizer. Raises what a call with these arguments raises."""
-    of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
+) -> tuple[Call, Problem | None, Problem | None, Problem | None]:
+    """A call with rows like x; the problem of the kernel that does all of it; and the problems of the kernels that
+    rotate if there is no such kernel. None if no kernel can. form: None without a quantizer. Raises what a call with
+    these arguments raises."""
+    of, wide = factors(rotation, x, None), torch.empty_like(x, dtype=torch.float32)
+    rest = (*fields_of(form), round_first) if form else ()
+    before = prologue and (named(prologue).text or prologue)
+    spec = Spec.parse(text_of(*structure_of(of), numerics, batch_invariant, False, before, *rest))
+    taken = x if spec.width == 1 else x.new_empty((*x.shape[:-1], spec.width * x.shape[-1]))
+    asked = Call(spec, of.scale, taken, of.matrices, of.signs, of.signs_after)
     length = of.n // math.prod(of.orders)
-    whole = (
-        problem_for(x, of, form.by_kernels, round_first, prologue) if form else rotation_problem(x, of, None, prologue)
-    )
     return (
-        of,
-        whole,
-        rotation_problem(wide, of),
+        asked,
+        problem_of(asked),
+        problem_of(rotation_of(asked, wide)),
         kernels.problem_of(length, wide.dtype, "accurate", Rows.CONTIGUOUS),
     )

@@ -31,7 +31,7 @@ def _when_imported(name: str, run: Callable[[], None]) -> None:
 def _register() -> None:
     with suppress(Exception):  # which the first use of a name raises, and `import torch` must not
         # These import all others.
-        for name in ("runtime.transform", "runtime.quantize", "models.products.operator"):
+        for name in ("runtime.transform", "runtime.quantize", "runtime.call.shims", "models.products.operator"):
             import_module(f"hadagen.{name}")
     _when_imported("torch.utils.flop_counter", _register_flops)
 

@@ -15,24 +15,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.problem.choices import NumericsName
+from hadagen.problem.formats import Format
 from hadagen.problem.matrices import find_matrix, find_orders
 from hadagen.problem.problem import Transform, transform_for
-from hadagen.problem.prologues import Prologue
-from hadagen.runtime.arguments import as_int, explained, is_one_of
+from hadagen.problem.prologues import Prologue, text_of_value
+from hadagen.runtime.arguments import as_int, explained, is_flag, is_one_of
 from hadagen.runtime.call import slow
-from hadagen.runtime.call.calls import (
-    ALIGNMENT,
-    Range,
-    again,
-    check_apart,
-    dispatch_modes,
-    has_only_memory,
-    in_functorch,
-    is_dynamo_compiling,
-    is_plain,
-    number_of,
-    result_like,
-)
+from hadagen.runtime.call.entry import rotate
 from hadagen.runtime.call.named import (
     REGULAR,
     folds,
@@ -44,18 +33,27 @@ from hadagen.runtime.call.named import (
     stored_matrix,
     stored_on,
 )
-from hadagen.runtime.call.prologue_operator import rotated_after, text_of, traced_after
-from hadagen.runtime.call.rotate_operator import ROTATE
-from hadagen.runtime.call.sharded import check_new, is_sharded, joined, local_of, shards_of
+from hadagen.runtime.call.rules import Linear
+from hadagen.runtime.call.runs import (
+    ALIGNMENT,
+    again,
+    check_apart,
+    dispatch_modes,
+    has_only_memory,
+    in_functorch,
+    is_dynamo_compiling,
+    is_plain,
+    remember_asked,
+)
+from hadagen.runtime.call.sharded import local_of
 from hadagen.runtime.checks import (
     DTYPES,
-    check_destination,
+    check_alike,
     check_dtype,
     check_is_flag,
     check_is_tensor,
-    check_like,
+    check_numerics,
     check_same_device,
-    check_tensor,
     has_values,
     kind_of,
     plain,
@@ -64,6 +62,7 @@ from hadagen.runtime.checks import (
 from hadagen.runtime.choose.entries import BATCH_INVARIANT
 from hadagen.runtime.compressed_tensors import rotation_of
 from hadagen.runtime.operands import sealed
+from hadagen.runtime.operands.call import key_of
 from hadagen.runtime.operands.given import (
     as_count,
     as_matrices,
@@ -79,16 +78,11 @@ from hadagen.runtime.operands.given import (
     unpack_given,
     why_not_orthogonal,
 )
-from hadagen.runtime.operands.rotate_arguments import (
-    TRAILER,
-    RotateArguments,
-    check,
-    combined,
-    pack_signs,
-    unpack_signs,
-)
+from hadagen.runtime.operands.packed import TRAILER, Factors, combined, pack_signs, unpack_signs
 from hadagen.runtime.operands.sealed_module import SealedModule, Watched
+from hadagen.runtime.operands.spec import text_of
 
+Operands = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # matrices, signs, signs_after
 _GIVEN, _MOVE = "given", "move one of them with .to"
 # The largest block with the regular matrix, whose diagonal is stored.
 _MAX_REGULAR = 1 << 26
@@ -209,7 +203,7 @@ class Rotation(SealedModule):
         self._scale = scale_of(squares, self.k, self.block)
         self._real = any(each.dtype != torch.int8 for each in matrices)
         matrices = combined(matrices, self.block)
-        self._orders = tuple(len(each) for each in matrices) or (1,)
+        self._orders = tuple(len(each) for each in matrices)
         self._all_of_h = folds(matrices, self.block)  # whether signs are a part of the matrix
 
     def forward(
@@ -238,9 +232,7 @@ class Rotation(SealedModule):
         Raises TypeError if x or out is no tensor, or before no prologue; `UsageError` for bad numerics, and for
         inplace=True where x is wider than the result; `TensorError` for a tensor that cannot be rotated or written.
         """
-        if before is None:
-            return self._run(x, inplace, out, numerics, batch_invariant, False)
-        return self._run_after(x, before, inplace, out, numerics, batch_invariant)
+        return self._run(x, inplace, out, numerics, batch_invariant, False, before)
 
     def inverse(
         self,
@@ -450,103 +442,72 @@ class Rotation(SealedModule):
         numerics: str,
         batch_invariant: bool | None,
         transposed: bool,
+        before: Prologue | None = None,
+        factor: float | None = None,
     ) -> torch.Tensor:
         if batch_invariant is None:
             batch_invariant = BATCH_INVARIANT
+        prologue = "" if before is None else text_of_value(before)
+        asked = transposed, numerics, batch_invariant, inplace, prologue, factor
         # As in `hadamard_transform`: a repeated call goes straight to its kernel if the dispatcher has nothing to do.
-        if is_plain(x) and (number := number_for(self, x)) is not None:
-            kept = memory_of(self) if inplace is not False or out is not None else ()
-            y = again(x, (number, transposed, numerics, batch_invariant), inplace, out, kept)
+        made = self._made
+        if made is not None and is_plain(x) and (not made.watched or made.is_whole(self._buffers)):
+            columns = self.n if before is None else self.n * before.width
+            kept = made.places if inplace is not False or out is not None else ()
+            y = again(x, made.known, asked, columns, inplace, out, kept)
             if y is not None:
                 return cast(torch.Tensor, y)
         check_is_flag(batch_invariant, "batch_invariant")
-        is_tensor = not stands_for_a_tensor(x)
-        checks = is_tensor and not is_dynamo_compiling()  # where the operator's own checks do more for the message
-        if is_tensor:
-            check_is_tensor(x, "x")
-            check_destination(x, inplace, out)
-            if checks:
-                check_tensor(x)
-            if x.dim() and x.shape[-1] != self.n:
-                raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
-            if is_sharded(x):
-                check_new(inplace, out)
-                shards = shards_of(x, self.block)
-                options = self._options(shards.local, transposed, 1.0, numerics, bool(batch_invariant))
-                return joined(shards, ROTATE.dispatch(shards.local, options, False, None))
-        options = self._options(x, transposed, 1.0, numerics, bool(batch_invariant))
-        if checks:
-            check(x, options)
-            if out is not None:
-                check_like(x, out)
-            if inplace or out is not None:
-                self._check_apart(x, out)
-        return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
-
-    def _run_after(
-        self,
-        x: Any,
-        before: Prologue,
-        inplace: bool,
-        out: torch.Tensor | None,
-        numerics: str,
-        batch_invariant: bool | None,
-    ) -> torch.Tensor:
-        text = text_of(before)
-        if batch_invariant is None:
-            batch_invariant = BATCH_INVARIANT
-        what = None
-        if is_plain(x) and (number := number_for(self, x)) is not None:
-            what = number, text, numerics, batch_invariant
-            y = again(x, what, inplace, out, memory_of(self) if out is not None else ())
-            if y is not None:
-                return cast(torch.Tensor, y)
-        check_is_flag(batch_invariant, "batch_invariant")
-        if stands_for_a_tensor(x) and not inplace and out is None:
-            return cast(
-                torch.Tensor, traced_after(x, before, self._options(x, False, 1.0, numerics, bool(batch_invariant)))
-            )
-        check_is_tensor(x, "x")
-        check_destination(x, inplace, out)
-        if not is_dynamo_compiling():
-            check_tensor(x)
-        asked = 1.0, numerics, bool(batch_invariant), before
-        if is_sharded(x):
-            check_new(inplace, out)
-            shards = shards_of(x, self.block, before)
-            options = operands_of(self, result_like(shards.local, before.width), *asked, x.shape[-1] / before.width)
-            return joined(shards, rotated_after(shards.local, before, options))
-        options = operands_of(self, result_like(x, before.width), *asked)
-        kept = buffers_of(self) if (inplace or out is not None) and not is_dynamo_compiling() else ()
-        return rotated_after(x, before, options, inplace, out, what, kept)
-
-    def _check_apart(self, x: torch.Tensor, out: torch.Tensor | None) -> None:
-        """Raises `TensorError` if the result would be written over the module's own buffers."""
-        name, target = ("x", x) if out is None else ("out", out)
-        if has_only_memory(target):
+        if not is_dynamo_compiling():  # where the operator's own checks do more for the message
+            check_numerics(numerics)
+        words = transposed, numerics, bool(batch_invariant), prologue
+        target, name = (x, "x") if out is None else (out, "out")
+        if (out is not None or (is_flag(inplace) and inplace)) and has_only_memory(target) and not target.is_nested:
             check_apart(target, name, buffers_of(self))
+        parts: dict[str, Any] = {"takes": self.n, "unit": self.block, "before": before}
+        y = rotate(x, lambda x: self._linear(x, factor, *words), inplace=inplace, out=out, **parts)
+        if not is_dynamo_compiling() and self._made is not None and not (inplace and prologue):
+            of = self._linear(x, factor, *words)
+            text = f"{of.text} inplace" if inplace else of.text
+            remember_asked(self._made.known, asked, key_of(text, of.scale, *self._made.tensors))
+        return y
 
     # ---- operands ----------------------------------------------------------------------------------------------------
-    def _options(
-        self, x: torch.Tensor, transposed: bool, scale: float, numerics: str, batch_invariant: bool
-    ) -> RotateArguments:
-        """The arguments of operators. Raises `TensorError` if the buffers do not hold the values of such a rotation."""
+    def _linear(self, x: Any, factor: float | None, *words: Any) -> Linear:
+        """What a call with a tensor like x asks for. words: as for `_text`."""
+        matrices, signs, signs_after = self._operands(x)  # which may change what follows
+        scale = float(self._scale) if factor is None else float(self._scale) * factor
+        return Linear(matrices, signs, signs_after, scale, self._text(*words))
+
+    def _text(self, transposed: bool, numerics: str, batch_invariant: bool, before: str = "") -> str:
+        """The text of the spec of a call without a quantizer."""
+        matrices, signs, signs_after = self._has
+        orders = self._orders if matrices else ()
+        asked = self._swapped, transposed, numerics, batch_invariant, False, before
+        return text_of(self.block, orders, signs, signs_after, *asked)
+
+    @property
+    def _has(self) -> tuple[bool, bool, bool]:
+        """Whether operators get matrices, signs and signs_after."""
+        signs, after = self._sizes[_SIGNS] is not None, self._sizes[_AFTER] is not None
+        if self._all_of_h and (signs or after):
+            return True, False, False
+        return bool(self.k), signs or self._swapped, after or self._swapped
+
+    def _operands(self, x: torch.Tensor) -> Operands:
+        """What operators take besides a tensor like x. Raises `TensorError` if the buffers do not hold the values of
+        such a rotation."""
         if is_dynamo_compiling() or not self._may_look(x):
             tensors = self._unchecked(x)
-        else:
-            device = self._device if stands_for_a_tensor(x) else x.device
-            made = self._made
-            if made is None or not made.is_current(self._buffers, _index(device)):
-                made = self._look(device)
-            tensors = made.tensors
-        return self._operands(tensors, transposed, scale, numerics, batch_invariant)
-
-    def _operands(
-        self, tensors: tuple[Any, Any, Any], transposed: bool, scale: float, numerics: str, batch_invariant: bool
-    ) -> RotateArguments:
-        matrices, signs_in, signs_out = tensors
-        asked = transposed, float(self._scale) * scale, numerics, batch_invariant
-        return RotateArguments(matrices, self._orders, signs_in, signs_out, self.block, self._swapped, *asked)
+            for each in tensors:
+                if each is not None and isinstance(x, torch.Tensor):
+                    check_alike(x, each, "an operand of the rotation")
+            return tensors
+        device = self._device if stands_for_a_tensor(x) else x.device
+        made = self._made
+        if made is None or not made.is_current(self._buffers, _index(device)):
+            made = self._look(device)
+        return made.tensors
 
     def _may_look(self, x: Any) -> bool:
         """Whether buffers can be read and operands made: not in traces, for fake tensors, or while a graph is
@@ -561,7 +522,7 @@ class Rotation(SealedModule):
             return made is not None and made.is_current(self._buffers, x.get_device())
         return True
 
-    def _unchecked(self, x: Any) -> tuple[Any, Any, Any]:
+    def _unchecked(self, x: Any) -> Operands:
         """The operands where buffers cannot be read: the buffers themselves, which operators check when they run."""
         buffers = local_of(self.packed_matrices), local_of(self.packed_signs), local_of(self.packed_signs_after)
         return self._joined(buffers, stored_matrix, lambda: self._named(x))
@@ -610,8 +571,7 @@ class Rotation(SealedModule):
         if device.type == "cuda":  # kernels need it
             signs = [each.clone() if each is not None and each.data_ptr() % ALIGNMENT else each for each in signs]
         tensors = matrices, *signs
-        of = self._operands(tensors, False, 1.0, "accurate", False)
-        self._made = _Made(_index(device), watched, tensors, number_of(of, self.n))
+        self._made = _Made(_index(device), watched, tensors)
         return self._made
 
     def _take(self, name: str, values: torch.Tensor) -> None:
@@ -650,42 +610,23 @@ class Rotation(SealedModule):
 
 
 # ---- for the functions that take a Rotation --------------------------------------------------------------------------
-def operands_of(
-    rotation: Rotation,
-    x: torch.Tensor,
-    scale: float,
-    numerics: NumericsName = "accurate",
-    batch_invariant: bool = BATCH_INVARIANT,
-    before: Prologue | None = None,
-    columns: float | None = None,
-) -> RotateArguments:
-    """The arguments of an operator that rotates x and multiplies by a scale. Raises what a call with x raises.
-
-    x: a tensor like the rows to rotate, or like parts of the rows, which have so many columns. before: the prologue
-    that makes the rows."""
-    columns = x.shape[-1] if columns is None else columns
-    if columns != rotation.n:
-        width = before.width if before is not None else 1
-        takes = f"{width} · {rotation.n} with before= of two parts" if width > 1 else f"{rotation.n}"
-        raise TensorError(f"the last dimension of x is {int(width * columns)}; this rotation takes {takes}")
-    options = rotation._options(x, False, scale, numerics, batch_invariant)
-    if not is_dynamo_compiling():  # where the operator's own checks do more for the message
-        check(x, options)
-    return options
+def factors_of(rotation: Rotation, x: torch.Tensor) -> Factors:
+    """What a rotation is made of, for rows like x. Raises `TensorError` for buffers that do not hold its values."""
+    matrices, signs, signs_after = rotation._operands(x)
+    orders = rotation._orders if matrices is not None else ()
+    return Factors(rotation.block, orders, rotation._swapped, float(rotation._scale), matrices, signs, signs_after)
 
 
-def number_for(rotation: Rotation, x: torch.Tensor) -> int | None:
-    """The number that stands for the operands of calls with tensors like a plain x (`calls.number_of`); None if x does
-    not fit, or the buffers have to be read first."""
+def made_for(rotation: Rotation, x: torch.Tensor, width: int = 1) -> _Made | None:
+    """The operands that calls with tensors like a plain x have; None if x does not fit, or the buffers have to be read
+    first. width: as for `Prologue`."""
     made = rotation._made
-    if made is None or made.index != x.get_device() or (made.watched and not made.is_whole(rotation._buffers)):
+    try:
+        if made is None or x.shape[-1] != width * rotation.n:
+            return None
+    except (IndexError, RuntimeError):  # it has no dimension, or no shape
         return None
-    return made.number
-
-
-def memory_of(rotation: Rotation) -> Sequence[Range]:
-    """The memory of the buffers, which calls must not write."""
-    return () if rotation._made is None else rotation._made.places
+    return None if made.watched and not made.is_whole(rotation._buffers) else made
 
 
 def buffers_of(rotation: Rotation) -> list[tuple[str, torch.Tensor]]:
@@ -699,16 +640,21 @@ def _index(device: torch.device) -> int:
 
 
 class _Made(Watched):
-    """The operands of a rotation for one device, and the buffers from which they were made."""
+    """The operands of a rotation for one device, and the buffers from which they were made.
+
+    known, quantized: what calls with these operands found, by their other arguments: keys of calls, and those with
+        formats.
+    """
 
     def __init__(
         self,
         index: int,
         watched: list[tuple[str, torch.Tensor, int, int]],
-        tensors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-        number: int,
+        tensors: Operands,
     ) -> None:
-        self.index, self.watched, self.tensors, self.number = index, watched, tensors, number
+        self.index, self.watched, self.tensors = index, watched, tensors
+        self.known: dict[Any, int] = {}
+        self.quantized: dict[Any, tuple[int, Format]] = {}
         self.places = [(address, address + tensor.nbytes) for _, tensor, _, address in watched]
 
     def is_current(self, buffers: Mapping[str, torch.Tensor | None], index: int) -> bool:

@@ -10,25 +10,23 @@ from torch.overrides import handle_torch_function
 
 from hadagen.problem.choices import NumericsName
 from hadagen.problem.problem import padded_length
-from hadagen.problem.prologues import Prologue
-from hadagen.runtime.call import slow
-from hadagen.runtime.call.calls import again, is_plain, result_like
-from hadagen.runtime.call.prologue_operator import check_target, rotated_after, text_of
-from hadagen.runtime.call.sharded import check_new, is_sharded, joined, shards_of
-from hadagen.runtime.call.transform_operator import HADAMARD, Options
+from hadagen.problem.prologues import Prologue, text_of_value
+from hadagen.runtime.call.entry import rotate
+from hadagen.runtime.call.rules import Linear, follow
+from hadagen.runtime.call.runs import again, is_dynamo_compiling, is_plain, remember_asked
 from hadagen.runtime.checks import (
     REAL,
-    check_call,
-    check_destination,
+    as_float,
     check_is_flag,
     check_is_number,
     check_is_tensor,
-    check_like,
+    check_numerics,
     is_symbolic,
     stands_for_a_tensor,
 )
 from hadagen.runtime.choose.entries import BATCH_INVARIANT
-from hadagen.runtime.operands.rotate_arguments import RotateArguments
+from hadagen.runtime.operands.call import key_of
+from hadagen.runtime.operands.spec import text_of
 
 _NEARLY = 1e-3  # relative, as a scale may have been rounded
 _has_warned = False
@@ -78,76 +76,40 @@ def hadamard_transform(
     """
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
+    prologue = "" if before is None else text_of_value(before)
+    asked = scale, numerics, batch_invariant, inplace, prologue
     # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do. A
     # scale of a refused type must not be found because it equals a number.
-    options: tuple[Any, ...] = (scale, numerics, batch_invariant)
-    if before is not None:
-        options = *options, text_of(before)
     if is_plain(x) and isinstance(scale, REAL):
-        y = again(x, options, inplace, out)
+        y = again(x, _known, asked, 0, inplace, out, (), follow)
         if y is not None:
             return cast(torch.Tensor, y)
-    return _dispatched(x, scale, inplace, out, numerics, batch_invariant, before)
-
-
-def _dispatched(
-    x: Any,
-    scale: Any,
-    inplace: bool,
-    out: torch.Tensor | None,
-    numerics: str,
-    batch_invariant: bool,
-    before: Prologue | None,
-) -> torch.Tensor:
     if stands_for_a_tensor(x):
         named: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
         named |= {} if before is None else {"before": before}
         return handle_torch_function(hadamard_transform, (x,), x, scale, **named, batch_invariant=batch_invariant)
-    check_is_tensor(x, "x")
-    check_destination(x, inplace, out)
     check_is_flag(batch_invariant, "batch_invariant")
-    if torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
-        check_is_number(scale)
-    else:
-        # Computed from a shape that was traced, it is a tensor.
-        scale = float(scale) if isinstance(scale, torch.Tensor) and torch._C._is_tracing() else scale
-        check_call(x, scale, numerics)
-        if out is not None and before is None:
-            check_like(x, out)
-        _warn_of_padding(x.shape[-1] // (1 if before is None else before.width), scale)
-    if is_sharded(x):
-        check_new(inplace, out)
-        shards = shards_of(x, None, before)
-        y = hadamard_transform(shards.local, scale, numerics=numerics, batch_invariant=batch_invariant, before=before)
-        return joined(shards, y)
-    options = Options(scale if is_symbolic(scale) else float(scale), numerics, bool(batch_invariant))
-    if before is not None:
-        return _after(x, before, options, inplace, out)
-    return cast(torch.Tensor, HADAMARD.dispatch(x, options, inplace, out))
+    check_is_tensor(x, "x")
+    given: Any = scale
+    if isinstance(given, torch.Tensor) and not is_dynamo_compiling() and torch._C._is_tracing():
+        scale = float(given)  # computed from a shape that was traced
+    check_is_number(scale)
+    if not is_dynamo_compiling():  # where the operator's own checks do more for the message
+        check_numerics(numerics)
+    if not is_symbolic(scale):
+        scale = as_float(scale)
+    text = text_of(numerics=numerics, batch_invariant=bool(batch_invariant), before=prologue)
+    y = rotate(x, lambda _: Linear(None, None, None, scale, text), before=before, inplace=inplace, out=out)
+    if is_dynamo_compiling():
+        return y
+    _warn_of_padding(y.shape[-1], scale)
+    if not (inplace and prologue):  # of which PyTorch makes two steps
+        key = key_of(f"{text} inplace".strip() if inplace else text, scale)
+        remember_asked(_known, (scale, *asked[1:]), key)
+    return y
 
 
-def _after(
-    x: torch.Tensor, before: Prologue, options: Options, inplace: bool, out: torch.Tensor | None
-) -> torch.Tensor:
-    """The transform of the result of a prologue."""
-    columns = int(result_like(x, before.width).shape[-1])  # by which Dynamo guards
-    arguments = None, [1], None, None
-    if columns & (columns - 1) == 0:
-        of = RotateArguments(*arguments, columns, False, False, *options)
-        return rotated_after(x, before, of, inplace, out, (*options, text_of(before)))
-    # Padded rows: kernels transform what PyTorch made of x. float32 has all values that are not rounded before.
-    check_target(x, before, inplace, out)
-    given = x if before.is_rounded or x.dtype == torch.float64 else x.float()
-    asked = options.numerics, options.batch_invariant
-    taken = None if torch.compiler.is_dynamo_compiling() else slow.taken()
-    values = rotated_after(given, before, RotateArguments(*arguments, 1, False, False, 1.0, *asked))
-    if taken is None:
-        y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
-    else:
-        with slow.rest(taken):
-            y = HADAMARD.dispatch(values, options, False, None).to(x.dtype)
-    target = x if inplace else out
-    return cast(torch.Tensor, y) if target is None else target.copy_(y)
+_known: dict[Any, int] = {}  # the keys of calls that were made, by their arguments
 
 
 def _warn_of_padding(columns: Any, scale: Any) -> None:
@@ -163,5 +125,5 @@ def _warn_of_padding(columns: Any, scale: Any) -> None:
             f"rows of {columns} elements are padded to {n}, and {n - columns} results are cut off, so the transform is "
             f"not orthonormal with scale = {float(scale):.4g}; use hadagen.Rotation({columns}), which is",
             UserWarning,
-            stacklevel=4,  # the caller of hadamard_transform
+            stacklevel=3,  # the caller of hadamard_transform
         )

@@ -16,7 +16,8 @@ from hadagen.problem.problem import DType, Numerics, Problem, Rows, check_no_for
 from hadagen.problem.prologues import Prologue, name_of, named
 from hadagen.problem.regimes import Destination
 from hadagen.runtime.arguments import as_int, as_whole, check_flags, explained, is_flag
-from hadagen.runtime.call.slow import asked_of, tell
+from hadagen.runtime.call.find import asked_of
+from hadagen.runtime.call.slow import tell
 from hadagen.runtime.checks import plain
 from hadagen.runtime.choose import tables
 from hadagen.runtime.choose.device import cuda_device, cuda_index
@@ -51,7 +52,7 @@ def warmup(
     """Load the kernels of later calls now, so that no call waits for a kernel or loads it during a CUDA graph capture.
     Kernels without a cubin for the GPU are compiled, as many at a time as there are CPUs.
 
-    n: last dimensions of the later tensors, each at least 1.
+    n: last dimensions of the later tensors, each at least 1, or the `Rotation` of later calls.
     dtype: their types, such as torch.float16 or "float16".
     rows: their numbers of rows (the product of all dimensions but the last); by default any number.
     inplace, numerics: the arguments of the later calls; by default both values. `out=` counts as not in place.
@@ -85,8 +86,8 @@ def warmup(
     if to is None:
         check_no_format(columns, group, rule, layout, bool(round_first))
     prologue = name_of(before)
-    rotations, is_rotated = _several(n), to is not None or prologue != ""
-    lengths = [_whole(getattr(each, "n", each) if is_rotated else each, "n") for each in rotations]
+    rotations, of_rotation = _several(n), to is not None or prologue != ""
+    lengths = [_whole(getattr(each, "n", each), "n") for each in rotations]
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
     if numerics is None or Problem.of(2, DType.FLOAT16, numerics).io.numerics is Numerics.FAST:
@@ -111,9 +112,10 @@ def warmup(
     slow: list[Asked] = []  # what PyTorch computes
     for rotation, length in zip(rotations, lengths, strict=True):
         for given in dtypes:
-            if is_rotated:
+            if of_rotation or isinstance(rotation, Rotation):
+                places = (False,) if of_rotation else (bool(inplace), True)
                 for form, width, contract in product(forms, widths or [length], contracts):
-                    how = form, bool(round_first), contract, bool(batch_invariant), prologue
+                    how = form, bool(round_first), contract, bool(batch_invariant), prologue, places
                     found, asks = _rotating(index, rotation, _row(width, given, index), *how)
                     kinds += found
                     slow += [asks] if asks else []
@@ -122,8 +124,8 @@ def warmup(
             for contract, lie in product(contracts, Rows):
                 if problem := problem_of(row, given, contract.value, lie):
                     # Tensors that must be copied are transformed in place, in the copy.
-                    places = dict.fromkeys((bool(inplace), True))
-                    kinds += [(Kind(index, problem, place, bool(batch_invariant)), row) for place in places]
+                    ways = dict.fromkeys((bool(inplace), True))
+                    kinds += [(Kind(index, problem, place, bool(batch_invariant)), row) for place in ways]
             for contract in contracts if strict else ():
                 last = [problem_of(row, given, contract.value, lie) for lie in Rows]  # of which one takes a copy
                 if not any(p and kernels.timed_of(Kind(index, p, True, bool(batch_invariant))) for p in last):
@@ -168,15 +170,17 @@ def _rotating(
     numerics: Numerics,
     batch_invariant: bool,
     prologue: str,
+    places: tuple[bool, ...],
 ) -> tuple[list[tuple[Kind, int]], Asked | None]:
-    """The kinds of kernels of calls with a format or a prologue and results like x, each with the elements of a row;
-    and what the calls ask for, if PyTorch computes them with these kernels at best."""
+    """The kinds of kernels of calls with a rotation and results like x, in place or not, each with the elements of a
+    row; and what the calls ask for, if PyTorch computes them with these kernels at best."""
     of, whole, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant, prologue)
-    if whole and kernels.timed_of(kind := Kind(device, whole, False, batch_invariant)):
-        return [(kind, x.shape[-1])], None
-    asked = asked_of(x, of, form=form, round_first=round_first, prologue=prologue)._replace(scale=None)
+    found = [Kind(device, whole, place, batch_invariant) for place in dict.fromkeys(places)] if whole else []
+    if any(map(kernels.timed_of, found)):
+        return [(kind, x.shape[-1]) for kind in found], None
+    asked = asked_of(of)._replace(scale=None)
     if prologue and named(prologue).is_rounded:  # whose result kernels without a prologue take
-        return _rotating(device, rotation, x, form, round_first, numerics, batch_invariant, "")[0], asked
+        return _rotating(device, rotation, x, form, round_first, numerics, batch_invariant, "", places)[0], asked
     # PyTorch does all but the rotation, for which other kernels are, in place.
     return [(Kind(device, each, True, batch_invariant), x.shape[-1]) for each in others if each], asked
 

@@ -18,9 +18,9 @@ import torch
 from torch._functorch import config
 
 from hadagen.errors import UsageError
-from hadagen.problem.formats import ROW, TENSOR, Element, Format, Layout
+from hadagen.problem.formats import ROW, TENSOR, Element, Layout
 from hadagen.problem.problem import kernel_order, padded_length
-from hadagen.runtime.operands.rotate_arguments import TRAILER, RotateArguments, unpack_matrices
+from hadagen.runtime.operands.packed import TRAILER, unpack_matrices
 from hadagen.truth import quantizer
 
 # H is a Kronecker product of matrices of at most this order, and one product multiplies by each.
@@ -83,25 +83,28 @@ def transform(x: torch.Tensor, scale: float) -> torch.Tensor:
     return y[:, :columns].reshape(x.shape).to(x.dtype).contiguous()
 
 
-def rotation(x: torch.Tensor, of: RotateArguments) -> torch.Tensor:
-    """x · M · scale, as `RotateArguments` says."""
-    first, last = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
-    y = x.to(_wide(x)).reshape(-1, of.n)
+def rotation(of: Any, x: torch.Tensor | None = None) -> torch.Tensor:
+    """The rotated rows of a linear `Call`. x: other rows to take in place of those of the call."""
+    spec, x = of.spec, of.x if x is None else x
+    if not spec.n:
+        return transform(x, of.scale)
+    first, last = (of.signs_after, of.signs) if spec.transposed else (of.signs, of.signs_after)
+    y = x.to(_wide(x)).reshape(-1, spec.n)
     if first is not None:
-        y = y * _signs(first, of.n, y)
-    y = _transformed(y, of.n // prod(of.orders))
-    right = of.n  # elements behind one index of the next matrix and all indices before it
-    for matrix in unpack_matrices(of.matrices, of.orders):
+        y = y * _signs(first, spec.n, y)
+    y = _transformed(y, spec.n // prod(spec.orders))
+    right = spec.n  # elements behind one index of the next matrix and all indices before it
+    for matrix in unpack_matrices(of.matrices, spec.orders):
         right //= len(matrix)
-        y = _multiplied(y, (matrix.T if of.transposed else matrix).to(y.dtype), right)
-    y = y.reshape(-1, of.n) * of.scale
-    if of.swapped:
-        digits = (of.n.bit_length() - 1) // 2
+        y = _multiplied(y, (matrix.T if spec.transposed else matrix).to(y.dtype), right)
+    y = y.reshape(-1, spec.n) * of.scale
+    if spec.swapped:
+        digits = (spec.n.bit_length() - 1) // 2
         order = [axis for digit in range(digits) for axis in (2 * digit + 2, 2 * digit + 1)]
-        y = y.reshape(-1, *(2,) * (2 * digits)).permute(0, *order).reshape(-1, of.n)
+        y = y.reshape(-1, *(2,) * (2 * digits)).permute(0, *order).reshape(-1, spec.n)
     if last is not None:
-        y = y * _signs(last, of.n, y)
-    return y.reshape(x.shape).to(x.dtype)
+        y = y * _signs(last, spec.n, y)
+    return y.reshape(x.shape).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
@@ -228,19 +231,13 @@ def _numbers(stored: torch.Tensor) -> torch.Tensor:
 
 
 # ---- codes -----------------------------------------------------------------------------------------------------------
-def quantized(
-    x: torch.Tensor,
-    of: RotateArguments,
-    form: Format,
-    round_first: bool,
-    given: torch.Tensor | None,
-    values: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales, as `quantize_operator.make` has them for a contiguous x.
+def quantized(of: Any, x: torch.Tensor, values: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a `Call` with a format, for a contiguous x in place of its own.
 
     values: float32 numbers of x's shape to take in place of x. Raises `UsageError` for a format that ONNX has no
     operators for, if `torch.onnx.export` runs.
     """
+    form = of.spec.form
     has_floats = (
         form.element in (Element.INT8, Element.E4M3) and form.scale == "float32" and form.rule != "power_of_two"
     )
@@ -249,10 +246,10 @@ def quantized(
             f"{form.text} cannot be exported to ONNX; choose int8-row, or an fp8 format with the rule exact or fa3 and "
             "the layout row-major"
         )
-    rows = rotation((x if values is None else values).float(), of)
-    if round_first:
+    rows = rotation(of, (x if values is None else values).float())
+    if of.spec.round_first:
         rows = rows.to(x.dtype).float()
-    taken, quotients, scales = quantizer.scaled_by(rows.reshape(-1, rows.shape[-1]), form, x.dtype, given)
+    taken, quotients, scales = quantizer.scaled_by(rows.reshape(-1, rows.shape[-1]), form, x.dtype, of.tensor_scale)
     # Codes are not reshaped, which ONNX Runtime cannot do with FP8.
     codes = quantizer.encode(form, quotients.reshape(rows.shape), taken.reshape(rows.shape))
     if form.group == TENSOR:

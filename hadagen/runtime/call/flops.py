@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from hadagen.problem.problem import padded_length
-from hadagen.problem.prologues import parsed
+from hadagen.runtime.operands.spec import Spec
 
 Formula = TypeVar("Formula", bound=Callable[..., int])
 
@@ -27,24 +27,30 @@ def _of(*names: str) -> Callable[[Formula], Formula]:
     return register  # type: ignore[no-any-return]
 
 
-@_of("hadamard_transform", "hadamard_transform_", "hadamard_transform_out")
-def transform_flops(x: Sequence[int], *_: Any, **__: Any) -> int:
-    n = padded_length(x[-1])
-    return prod(x[:-1]) * n * (n.bit_length() - 1)
+@_of("linear")
+def linear_flops(x: Sequence[int], *rest: Any, **_: Any) -> int:
+    return _flops(x, rest[-1])
 
 
-@_of("rotate", "rotate_", "rotate_out", "rotate_quantize", "rotate_quantize_into")
-def rotation_flops(
-    x: Sequence[int], matrices: Any, orders: Sequence[int], signs: Any, signs_after: Any, n: int, *_: Any, **__: Any
+@_of("call")
+def call_flops(tensors: Sequence[Sequence[int]], scale: float, text: str, **_: Any) -> int:
+    return _flops(tensors[0], text)
+
+
+@_of("call_into")
+def flops_into(
+    written: Sequence[Sequence[int]], read: Sequence[Sequence[int]], scale: float, text: str, **_: Any
 ) -> int:
-    orders = [order for order in orders if order > 1]
-    bits = (n // prod(orders)).bit_length() - 1
-    return prod(x) * (bits + 2 * sum(orders))
+    return _flops(written[0] if Spec.parse(text).inplace else read[0], text)
 
 
-@_of("rotate_after")
-def flops_after(tensors: Sequence[Sequence[int]], prologue: str, *rotation: Any, **_: Any) -> int:
-    return rotation_flops(tensors[0], *rotation) // parsed(prologue).width
+def _flops(x: Sequence[int], text: str) -> int:
+    """The operations of a call with an x of this shape."""
+    spec = Spec.parse(text)
+    columns = x[-1] // spec.width
+    n = spec.n or padded_length(columns)
+    bits = (n // prod(spec.orders)).bit_length() - 1
+    return prod(x[:-1]) * (columns if spec.n else n) * (bits + 2 * sum(order for order in spec.orders if order > 1))
 
 
 @_of("multiply_codes")

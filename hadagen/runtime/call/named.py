@@ -1,6 +1,6 @@
 """Operands of rotations, made once for each device: from the names of matrices, and from sealed buffers.
 
-Both are operators of `torch.ops.hadagen` too, so that torch.compile does not look inside. They lie outside of modules,
+`torch.ops.hadagen.operand` makes both too, so that torch.compile does not look inside. Operands lie outside of modules,
 where nobody casts, moves, leaves out or stores them. Operands that depend only on a name are never freed, because CUDA
 graphs keep addresses. There are few names and lengths.
 """
@@ -22,7 +22,7 @@ from hadagen.runtime.call import decompositions
 from hadagen.runtime.call.operators import register
 from hadagen.runtime.operands import sealed
 from hadagen.runtime.operands.given import as_matrices, mean_square_of_rows, unpack_given
-from hadagen.runtime.operands.rotate_arguments import (
+from hadagen.runtime.operands.packed import (
     TRAILER,
     combined,
     pack_matrices,
@@ -64,16 +64,6 @@ def named_on(name: str, orders: tuple[int, ...], n: int, device: str) -> torch.T
         return operand.to(device)
 
 
-def _copy_of_named(name: str, orders: Sequence[int], n: int, device: str) -> torch.Tensor:
-    return named_on(name, tuple(orders), n, device).clone()  # compiled code may reuse the memory of a result
-
-
-def _fake_named(name: str, orders: Sequence[int], n: int, device: str) -> torch.Tensor:
-    if name == REGULAR:
-        return torch.empty(-(-n // 8), dtype=torch.uint8, device=device)
-    return _empty(torch.int8, orders, n, torch.device(device))
-
-
 def _empty(entries: torch.dtype, orders: Sequence[int], n: int, device: torch.device) -> torch.Tensor:
     """The operand of matrices with such entries, without values."""
     order = prod(orders)
@@ -88,34 +78,6 @@ def _empty(entries: torch.dtype, orders: Sequence[int], n: int, device: torch.de
 
 def _held_by(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if device.type == "mps" and dtype == torch.float64 else dtype  # which has no float64
-
-
-# (name, orders, n, device) → what `named_on` gives, in a new tensor. For `regular`, orders is [1].
-# The device is text, because traces of torch.jit have no devices in operators.
-NAMED_MATRIX = register(
-    "named_matrix", "(str name, int[] orders, int n, str device) -> Tensor", _copy_of_named, _fake_named
-)
-
-
-def named_matrix(name: str, orders: Sequence[int], n: int, device: str) -> torch.Tensor:
-    """The result of the operator."""
-    if not torch.compiler.is_dynamo_compiling() and decompositions.is_decomposing():
-        return _decomposed_named(name, orders, n, device)
-    return NAMED_MATRIX(name, orders, n, device)  # type: ignore[no-any-return]
-
-
-def _decomposed_named(name: str, orders: Sequence[int], n: int, device: str) -> torch.Tensor:
-    if name == REGULAR:
-        return decompositions.regular_signs(n, torch.device(device))
-    return decompositions.named_matrix(_entries(name, orders), n, torch.device(device))
-
-
-def _entries(name: str, orders: Sequence[int]) -> list[list[list[int]]]:
-    with _disable_current_modes():  # under which entries would be symbols
-        return [matrix_of(name, order).tolist() for order in orders]
-
-
-decompositions.TABLE[NAMED_MATRIX] = _decomposed_named
 
 
 # ---- what depends on sealed buffers ----------------------------------------------------------------------------------
@@ -194,46 +156,71 @@ def stored_on(
     return operand
 
 
-def _copy_of_stored(
-    matrices: torch.Tensor | None, signs: torch.Tensor | None, signs_after: torch.Tensor | None, *rest: Any
-) -> torch.Tensor:
-    return stored_on(matrices, signs, signs_after, *rest).clone()
+# ---- as an operator --------------------------------------------------------------------------------------------------
+def _copy(*asked: Any) -> torch.Tensor:
+    """A copy, because compiled code may reuse the memory of a result."""
+    *buffers, name, orders, n, scale, device = asked
+    if any(each is not None for each in buffers):
+        matrices, signs, signs_after = buffers
+        return stored_on(matrices, signs, signs_after, name, orders, n, scale).clone()
+    return named_on(name, tuple(orders), n, device).clone()
 
 
-def _fake_stored(
-    matrices: torch.Tensor | None,
-    signs: torch.Tensor | None,
-    signs_after: torch.Tensor | None,
-    name: str,
-    orders: Sequence[int],
-    n: int,
-    scale: str,
-) -> torch.Tensor:
-    device = next(each for each in (matrices, signs, signs_after) if each is not None).device
-    entries = torch.int8
+def _fake(*asked: Any) -> torch.Tensor:
+    *buffers, name, orders, n, _, device = asked
+    present = [each for each in buffers if each is not None]
+    place, entries, matrices = present[0].device if present else torch.device(device), torch.int8, buffers[0]
+    if not present and name == REGULAR:
+        return torch.empty(-(-n // 8), dtype=torch.uint8, device=place)
     if matrices is not None:
-        count = sum(order**2 for order in orders)
-        size = (matrices.numel() - TRAILER - len(orders)) // count
+        size = (matrices.numel() - TRAILER - len(orders)) // sum(order**2 for order in orders)
         entries = torch.int8 if size == 1 else torch.float32 if size == 4 else torch.float64
-    return _empty(entries, orders, n, device)
+    return _empty(entries, orders, n, place)
 
 
-def _stored_autograd(
+def _autograd(*asked: Any) -> torch.Tensor:
+    if decompositions.is_decomposing():
+        return _decomposed(*asked)
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPERAND(*asked)  # type: ignore[no-any-return]
+
+
+def _decomposed(*asked: Any) -> torch.Tensor:
+    *buffers, name, orders, n, scale, device = asked
+    with _disable_current_modes():  # under which entries would be symbols
+        is_named = buffers[0] is None and name != REGULAR
+        entries = [matrix_of(name, order).tolist() for order in orders] if is_named else []
+    if any(each is not None for each in buffers):
+        matrices, signs, signs_after = buffers
+        return decompositions.stored_matrix(matrices, signs, signs_after, entries, orders, n, scale)
+    if name == REGULAR:
+        return decompositions.regular_signs(n, torch.device(device))
+    return decompositions.named_matrix(entries, n, torch.device(device))
+
+
+# What `stored_on` gives for sealed buffers, or `named_on` without, in a new tensor. For `regular`, orders is [1].
+# The device is text, because traces of torch.jit have no devices in operators.
+OPERAND = register(
+    "operand",
+    "(Tensor? matrices, Tensor? signs, Tensor? signs_after, str name, int[] orders, int n, str scale, str device) "
+    "-> Tensor",
+    _copy,
+    _fake,
+    _autograd,
+)
+decompositions.TABLE[OPERAND] = _decomposed
+
+
+def named_matrix(name: str, orders: Sequence[int], n: int, device: str) -> torch.Tensor:
+    """What `named_on` gives, by the operator."""
+    asked = None, None, None, name, orders, n, "", device
+    if not torch.compiler.is_dynamo_compiling() and decompositions.is_decomposing():
+        return _decomposed(*asked)
+    return OPERAND(*asked)  # type: ignore[no-any-return]
+
+
+def stored_matrix(
     matrices: torch.Tensor | None, signs: torch.Tensor | None, signs_after: torch.Tensor | None, *rest: Any
 ) -> torch.Tensor:
-    if decompositions.is_decomposing():
-        name, orders, *others = rest
-        named = [] if matrices is not None else _entries(name, orders)
-        return decompositions.stored_matrix(matrices, signs, signs_after, named, orders, *others)
-    with torch._C._AutoDispatchBelowAutograd():
-        return stored_matrix(matrices, signs, signs_after, *rest)  # type: ignore[no-any-return]
-
-
-# (matrices, signs, signs_after, name, orders, n, scale) → what `stored_on` gives, in a new tensor.
-stored_matrix = register(
-    "stored_matrix",
-    "(Tensor? matrices, Tensor? signs, Tensor? signs_after, str name, int[] orders, int n, str scale) -> Tensor",
-    _copy_of_stored,
-    _fake_stored,
-    _stored_autograd,
-)
+    """What `stored_on` gives, by the operator."""
+    return OPERAND(matrices, signs, signs_after, *rest, "")  # type: ignore[no-any-return]

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from hadagen.errors import SlowPathWarning
-from hadagen.problem.problem import Numerics
-from hadagen.runtime.call.calls import ALIGNMENT
+from hadagen.problem.problem import Numerics, Rows, padded_length
+from hadagen.problem.regimes import Destination
+from hadagen.runtime.call.runs import ALIGNMENT
 from hadagen.runtime.checks import plain
 from hadagen.runtime.choose import tables
 from hadagen.runtime.choose.device import cuda_device
 from hadagen.runtime.choose.reasons import Asked, why_none
-from hadagen.runtime.operands.rotate_arguments import RotateArguments, is_packed, is_pair, is_real
+from hadagen.runtime.operands.packed import is_packed, is_pair, is_real
 
 _MOST_SEEN = 4096  # because a program may have ever new row lengths
 _seen: set[tuple[int, Asked]] = set()  # calls whose problem has been told, as they were asked
@@ -137,26 +138,38 @@ def _level() -> int:
 _OURS = "hadagen", "torch", "contextlib"
 
 
-def asked_of(x: torch.Tensor, of: RotateArguments, **others: Any) -> Asked:
-    """What a rotation of tensors like x asks for. others: more fields of `Asked`."""
-    matrices, misfit = of.matrices, None
+def asked_of(of: Any, misfit: str | None = None) -> Asked:
+    """What a `Call` asks for, where PyTorch computes it. misfit: why kernels of its problem do not take its tensors."""
+    spec, rows, matrices = of.spec, of.rows, of.matrices
+    columns = rows.shape[-1]
+    asked: dict[str, Any] = {
+        "numerics": spec.numerics,
+        "batch_invariant": spec.batch_invariant,
+        "scale": float(of.scale),
+    }
+    if spec.is_linear and spec.is_h_alone:  # no kernel takes a copy of x either, which is transformed in place
+        n = padded_length(of.n)
+        lie = Rows.CONTIGUOUS if of.n == n else Rows.PITCHED
+        return Asked(n, plain(rows.dtype), rows=lie, destination=Destination.IN_PLACE, **asked)
     if matrices is not None and not is_packed(matrices):
         misfit = "its matrix is not packed as kernels take it; make a hadagen.Rotation of the matrix"
-    elif any(each.data_ptr() % ALIGNMENT or not each.is_contiguous() for _, each in of.tensors):
+    elif any(each.data_ptr() % ALIGNMENT or not each.is_contiguous() for _, each in of.operands):
         misfit = f"a tensor of the rotation has gaps, or an address that is no multiple of {ALIGNMENT}; clone it"
     if is_packed(matrices):
-        real = is_real(matrices, of.orders) or is_pair(matrices, of.orders)
+        real = is_real(matrices, spec.orders) or is_pair(matrices, spec.orders)
     else:
         real = matrices is not None and matrices.dtype != torch.int8
-    parts: dict[str, Any] = {
-        "columns": x.shape[-1],
-        "orders": tuple(of.orders) if matrices is not None else (),
-        "real": real,
-        "signed": of.signs is not None or of.signs_after is not None,
-        "swapped": of.swapped,
-        "numerics": of.numerics,
-        "batch_invariant": of.batch_invariant,
-        "scale": float(of.scale),
-        "misfit": misfit,
-    }
-    return Asked(of.n, plain(x.dtype), **{**parts, **{k: v for k, v in others.items() if v is not None}})
+    return Asked(
+        of.n if spec.orders or not of.n & (of.n - 1) else 1,
+        plain(rows.dtype),
+        columns=columns,
+        orders=spec.orders,
+        real=real,
+        signed=spec.signs or spec.signs_after,
+        swapped=spec.swapped,
+        form=spec.form and spec.form.by_kernels,
+        round_first=spec.round_first,
+        prologue=spec.prologue.name if spec.prologue else "",
+        misfit=misfit,
+        **asked,
+    )

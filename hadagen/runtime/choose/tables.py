@@ -12,7 +12,6 @@ from hadagen.gpu.driver import LoadedKernel
 from hadagen.problem.problem import Problem
 
 calls: dict[tuple[Any, ...], Any] = {}  # key → `Run`, for all calls with it
-numbers: dict[tuple[Any, ...], int] = {}  # operands and their addresses → a number that stands for them alone
 timed: dict[Any, list[int]] = {}  # `Kind` → the element counts of its kernels, ascending
 found: dict[tuple[Any, int], LoadedKernel | None] = {}  # by `Kind` and a timed element count
 loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels

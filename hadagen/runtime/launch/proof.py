@@ -15,7 +15,9 @@ from hadagen.problem.operands import MATRIX, sizes_for, verification_operands
 from hadagen.problem.problem import LARGE, DType, Problem
 from hadagen.problem.prologues import prologue_of
 from hadagen.problem.regimes import destinations
-from hadagen.runtime.operands.rotate_arguments import RotateArguments, addresses, pack_matrix, pack_pair, pack_real
+from hadagen.runtime.operands.call import Call
+from hadagen.runtime.operands.packed import addresses, pack_matrix, pack_pair, pack_real
+from hadagen.runtime.operands.spec import Spec
 from hadagen.runtime.plain import transform as plain_transform
 from hadagen.runtime.plain.rotation import rotate_into
 from hadagen.truth import quantizer
@@ -54,7 +56,7 @@ class _Case(NamedTuple):
 
     x: torch.Tensor
     exact: torch.Tensor  # the transform
-    of: RotateArguments
+    of: Call
     written: dict[str, tuple[torch.Tensor, torch.Tensor]]  # name → the memory of a result, and the exact
     operands: dict[str, int]  # as `LaunchSpec.arguments` takes them
     memory: list[torch.Tensor]  # of operands
@@ -72,15 +74,18 @@ def _case(
     x = prologue.joined(parts) if prologue else parts
     values = verification_operands(problem, max(1, rows * columns // problem.unit))
     given = {name: torch.from_numpy(each.copy()).to(device) for name, each in values.items()}
-    matrix, orders = None, [1]
+    matrix: torch.Tensor | None = None
+    orders: tuple[int, ...] = ()
     if "matrix" in given:
-        given_matrix, orders = given["matrix"], [problem.order]
+        given_matrix, orders = given["matrix"], (problem.order,)
         matrix = pack_real(given_matrix) if problem.transform.real else pack_matrix(given_matrix.to(torch.int8))
     if "right_matrix" in given:
-        matrix, orders = pack_pair(given["matrix"], given["right_matrix"]), [problem.order, problem.length]
+        matrix, orders = pack_pair(given["matrix"], given["right_matrix"]), (problem.order, problem.length)
     n = problem.n if problem.io.form else columns  # a row of codes has several units, others may be cut short
     signs = given.get("signs_before"), given.get("signs_after")
-    of = RotateArguments(matrix, orders, *signs, n, problem.transform.swapped, transposed, problem.n**-0.5, "accurate")
+    has_signs, has_signs_after = (each is not None for each in signs)
+    spec = Spec(n, orders, has_signs, has_signs_after, problem.transform.swapped, transposed)
+    of = Call(spec, problem.n**-0.5, x, matrix, *signs)
     wide, written = parts.to(exact, copy=True), {}
     operands, memory = addresses(of, dtype), list[torch.Tensor]()
     if prologue:

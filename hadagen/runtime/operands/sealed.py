@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 
 from hadagen.errors import TensorError
-from hadagen.runtime.operands.rotate_arguments import TRAILER
+from hadagen.runtime.operands.packed import TRAILER
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _TEXT, _DIGEST, _MARK = 96, 20, b"hadagen\x01"

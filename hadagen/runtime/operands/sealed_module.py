@@ -14,7 +14,7 @@ import torch
 
 from hadagen.errors import TensorError, UsageError
 from hadagen.runtime.operands import sealed
-from hadagen.runtime.operands.rotate_arguments import TRAILER
+from hadagen.runtime.operands.packed import TRAILER
 
 Self = TypeVar("Self", bound="SealedModule")
 

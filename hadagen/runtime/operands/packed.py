@@ -1,11 +1,11 @@
-"""`RotateArguments`: the arguments of a rotation besides x; their forms in memory, and the checks of them."""
+"""The operands of rotations: matrices and signs, as kernels and operators take them in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,102 +13,61 @@ from hadagen.errors import TensorError
 from hadagen.problem import operands
 from hadagen.problem.operands import ENTRY_BYTES, PIECES
 from hadagen.problem.problem import MAX_ORDER, DType, kernel_order, may_have_kernels, may_have_paired
-from hadagen.runtime.checks import check_alike, check_call, check_same_device, plain
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.operands.sealed`
 _PART = 16  # rows and columns of a part of a packed matrix
 
 
-class RotateArguments(NamedTuple):
-    """The arguments of a rotation besides x, in the order of the operator. Tensors are on x's device.
+class Factors(NamedTuple):
+    """What a rotation is made of. Each block of n elements of a row is multiplied by scale · M, where M is D_in ·
+    (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out. Tensors are on the device of the rows.
 
-    Each block of n elements of the last dimension of x is multiplied by scale · M, or by scale · Mᵀ if `transposed`,
-    with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out:
-
+    n: the elements of a block, the product of all K times a power of two, the order of H.
+    orders: K of each matrix; () without matrices.
+    swapped: the two bits of each base-4 digit of an output's index are exchanged, between H and D_out. n is a power of
+        4, and there are no matrices.
     matrices: the entries of A1, A2, …, row by row, one matrix behind the other: [ΣK²] of any real type but uint8; None
         for none. Or one matrix as kernels take it: uint8, what `pack_matrix` or `pack_real` gives; or two, without H,
         as `pack_pair` gives them. (Not a list of tensors, for which autograd's `is_grads_batched` has no rule.)
-    orders: K of each matrix, or [1] without matrices, as AOTInductor cannot pass an empty list. n is the product of all
-        K times a power of two, the order of H.
     signs, signs_after: the diagonals of D_in and D_out, uint8 [⌈n/8⌉]: bit i % 8 of byte i // 8 is 1 where element i is
         −1; or a `sealed` buffer of these bytes; or None.
-    swapped: the two bits of each base-4 digit of an output's index are exchanged, between H and D_out. n is a power of
-        4, and there are no matrices.
     """
 
-    matrices: torch.Tensor | None
-    orders: Sequence[int]
-    signs: torch.Tensor | None
-    signs_after: torch.Tensor | None
     n: int
-    swapped: bool
-    transposed: bool
-    scale: float
-    numerics: str
-    batch_invariant: bool = False
-
-    @property
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that are not None, with their names in messages."""
-        named = ("the matrix", self.matrices), ("the vector signs", self.signs), ("the vector signs_after", self[3])
-        return [(f"{name} of the rotation", each) for name, each in named if each is not None]
-
-    def scaled(self, factor: float, numerics: str, batch_invariant: bool) -> RotateArguments:
-        """The same times a factor, with these numerics."""
-        # Not by _replace, which torch.compile of PyTorch 2.6 lacks.
-        tensors = self.matrices, self.orders, self.signs, self.signs_after
-        asked = self.scale * factor, numerics, batch_invariant
-        return RotateArguments(*tensors, self.n, self.swapped, self.transposed, *asked)
+    orders: Sequence[int] = ()
+    swapped: bool = False
+    scale: float = 1.0
+    matrices: torch.Tensor | None = None
+    signs: torch.Tensor | None = None
+    signs_after: torch.Tensor | None = None
 
 
-def check(x: torch.Tensor, of: RotateArguments) -> None:
-    """Raises TypeError, `UsageError` or `TensorError` for operands that do not fit x. Reads no memory."""
-    check_call(x, of.scale, of.numerics)
-    if of.n < 1 or x.shape[-1] % of.n:
-        raise TensorError(f"the last dimension of x is {x.shape[-1]}; it must be a multiple of {of.n}")
-    size = sum(order**2 for order in of.orders)
-    if of.matrices is not None and is_packed(of.matrices) and len(of.orders) == 1:
-        size = packed_size(of.orders[0])
-        if is_real(of.matrices, of.orders):
-            size = of.matrices.numel()
-    elif of.matrices is not None and is_packed(of.matrices):
-        size = of.matrices.numel()
-        if not is_pair(of.matrices, of.orders) or prod(of.orders) != of.n:
+def structure_of(of: Factors) -> tuple[int, Sequence[int], bool, bool, bool, bool]:
+    """The first fields of a `Spec`: those of the rotation, which is not transposed. (A function, because torch.compile
+    of PyTorch 2.6 knows no properties of NamedTuples.)"""
+    return of.n, of.orders, of.signs is not None, of.signs_after is not None, of.swapped, False
+
+
+def present(matrices: torch.Tensor | None, *signs: torch.Tensor | None) -> list[torch.Tensor]:
+    """The operands that are there."""
+    return [each for each in (matrices, *signs) if each is not None]
+
+
+def check_matrices(matrices: torch.Tensor, orders: Sequence[int], n: int) -> None:
+    """Raises `TensorError` for a tensor that holds no matrices of these orders for blocks of n elements."""
+    size, shape = sum(order**2 for order in orders), tuple(matrices.shape)
+    if is_packed(matrices) and len(orders) == 1:
+        size = matrices.numel() if is_real(matrices, orders) else packed_size(orders[0])
+    elif is_packed(matrices):
+        size = matrices.numel()
+        if not is_pair(matrices, orders) or prod(orders) != n:
             raise TensorError(
-                f"matrices is uint8 of the shape {tuple(of.matrices.shape)}, but no packed matrices of the orders "
-                f"{list(of.orders)} for n = {of.n} are; pass entries of another type"
+                f"matrices is uint8 of the shape {shape}, but no packed matrices of the orders {list(orders)} for "
+                f"n = {n} are; pass entries of another type"
             )
-    if of.matrices is None:
-        if prod(of.orders) != 1:  # exported by earlier versions, it may be empty
-            raise TensorError(f"matrices is None but the orders are {list(of.orders)}; pass their {size} entries")
-    elif of.matrices.shape != (size,):
-        shape = tuple(of.matrices.shape)
-        kind = "packed matrices" if is_packed(of.matrices) else "matrices"
-        raise TensorError(f"matrices has the shape {shape}; {kind} of the orders {list(of.orders)} have ({size},)")
-    else:
-        _check_place(x, of.matrices, "the matrix")
-    rest, left = divmod(of.n, max(prod(of.orders), 1))
-    if min(of.orders, default=1) < 1 or left or rest & (rest - 1):
-        orders = " · ".join(map(str, of.orders)) or "1"
-        raise TensorError(f"n = {of.n} is not {orders} times a power of two; pass other matrices")
-    if of.swapped and (of.matrices is not None or rest.bit_length() % 2 == 0):
-        raise TensorError(f"n = {of.n} must be a power of 4 without matrices, so that bits can be exchanged")
-    for name, signs in (("signs", of.signs), ("signs_after", of.signs_after)):
-        if signs is None:
-            continue
-        size = -(-of.n // 8)
-        if signs.shape not in ((size,), (size + TRAILER,)) or signs.dtype != torch.uint8:
-            raise TensorError(
-                f"{name} is {plain(signs.dtype)} of the shape {tuple(signs.shape)}; it must be uint8 of ({size},), "
-                "a bit each"
-            )
-        _check_place(x, signs, f"the vector {name}")
-
-
-def _check_place(x: torch.Tensor, operand: torch.Tensor, name: str) -> None:
-    name = f"{name} of the rotation"
-    check_alike(x, operand, name)
-    check_same_device(name, operand.device, "x", x.device, "move the rotation with .to(x.device)")
+    if shape != (size,):
+        kind = "packed matrices" if is_packed(matrices) else "matrices"
+        raise TensorError(f"matrices has the shape {shape}; {kind} of the orders {list(orders)} have ({size},)")
 
 
 def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.Tensor]:
@@ -135,21 +94,22 @@ def in_rows(packed: torch.Tensor, order: int) -> torch.Tensor:
     return parts.permute(0, 5, 2, 1, 4, 3, 6).reshape(count * _PART, count * _PART)[:order, :order]
 
 
-def addresses(of: RotateArguments, dtype: torch.dtype) -> dict[str, int]:
-    """The addresses of the operands for x of this type, as `LaunchSpec.arguments` takes them. The tensors must stay
-    where they are until the kernel has run."""
-    signs_in, signs_out = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
+def addresses(of: Any, dtype: torch.dtype) -> dict[str, int]:
+    """The addresses of the operands of a `Call` for rows of this type, as `LaunchSpec.arguments` takes them. The
+    tensors must stay where they are until the kernel has run."""
+    matrices, orders, transposed = of.matrices, of.spec.orders, of.spec.transposed
+    signs_in, signs_out = (of.signs_after, of.signs) if transposed else (of.signs, of.signs_after)
     matrix = right = None
-    if is_pair(of.matrices, of.orders):
-        size, end = _pieces_size(of.orders[0]) // 4, _pair_size(of.orders)
-        matrix = of.matrices[size * (2 * (dtype == torch.bfloat16) + of.transposed) :]  # type: ignore[index]
-        right = of.matrices[end - _right_size(of.orders[1]) // (1 + of.transposed) :]  # type: ignore[index]
-    elif of.matrices is not None:
-        first, size = 0, len(of.matrices) // 2
-        if is_real(of.matrices, of.orders):
-            size = _pieces_size(of.orders[0]) // 4
+    if is_pair(matrices, orders):
+        size, end = _pieces_size(orders[0]) // 4, _pair_size(orders)
+        matrix = matrices[size * (2 * (dtype == torch.bfloat16) + transposed) :]
+        right = matrices[end - _right_size(orders[1]) // (1 + transposed) :]
+    elif matrices is not None:
+        first, size = 0, len(matrices) // 2
+        if is_real(matrices, orders):
+            size = _pieces_size(orders[0]) // 4
             first = 2 * size * (dtype == torch.bfloat16)
-        matrix = of.matrices[first + size * of.transposed :]
+        matrix = matrices[first + size * transposed :]
     tensors = {"matrix": matrix, "signs_before": signs_in, "signs_after": signs_out}
     tensors |= {} if right is None else {"right_matrix": right}
     return {name: 0 if each is None else each.data_ptr() for name, each in tensors.items()}
