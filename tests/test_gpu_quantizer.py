@@ -10,7 +10,8 @@ from test_quantizer import ALL, TYPES, chosen, given, hard_rows
 from test_rotation import some_signs
 
 from hadagen import Rotation, presets, rotate_quantize
-from hadagen.problem.formats import FORMATS, KERNEL_LAYOUTS, TENSOR, Element, Format, Layout
+from hadagen.problem.formats import FORMATS, KERNEL_LAYOUTS, TENSOR, Element, Layout
+from hadagen.runtime.call.runs import RunOfRows
 from hadagen.runtime.choose import tables
 from hadagen.runtime.quantized import Quantized
 from hadagen.truth import quantizer
@@ -53,7 +54,7 @@ COLUMNS = 1024
 
 def launches() -> int:
     """How many launches of kernels that quantize are remembered."""
-    return len({id(run) for run in tables.calls.values() if isinstance(run.options, Format)})
+    return len({id(run) for run in tables.calls.values() if isinstance(run, RunOfRows)})
 
 
 @pytest.mark.parametrize("dtype", TYPES)
