@@ -504,6 +504,15 @@ def test_the_operator_keeps_its_promises() -> None:
             CALL.default([wide(3, 2 * N)], 0.25, text_of(16, before=text))
 
 
+def test_the_gradient_of_a_call_that_comes_again(device: None) -> None:
+    """A transform after a prologue too, whose kernel is known."""
+    x = x_for(Gelu(), 3)
+    wanted = gradient(lambda x: hadamard_transform(torch.nn.functional.gelu(x), 0.5), x)
+    for _ in range(3):
+        hadamard_transform(x, 0.5, before=Gelu())
+        torch.testing.assert_close(gradient(lambda x: hadamard_transform(x, 0.5, before=Gelu()), x), wanted)
+
+
 def test_batches_of_vmap() -> None:
     x = wide(4, 3, 2 * N)
     for call in (

@@ -594,6 +594,23 @@ def test_compiled_calls_check_out() -> None:
             torch.compile(model, fullgraph=True, backend="aot_eager")(normal(4, N), *out)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("by", [64, R], ids=["n", "Rotation"])
+def test_torch_jit_traces_codes(by: Any) -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(rotate_quantize(x, by, to="int8-row"))
+
+    x = normal(3, N)
+    for mine, wanted in zip(torch.jit.trace(model, normal(5, N), check_trace=False)(x), model(x), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_out_under_vmap_is_refused() -> None:
+    out = torch.empty(4, N, dtype=torch.int8), torch.empty(4, 1)
+    with pytest.raises(TensorError, match="out= is not possible under torch"):
+        torch.vmap(lambda x: rotate_quantize(x, 64, to="int8-row", out=out).codes)(normal(2, 4, N))
+
+
 def test_out_has_no_derivative() -> None:
     good = rotate_quantize(normal(4, N), to="fp8-group")
     scales = torch.zeros_like(good.scales)

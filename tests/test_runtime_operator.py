@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hadagen import Rotation, hadamard_transform
 from hadagen.errors import TensorError, UsageError
+from hadagen.prologues import Gelu
 from hadagen.runtime.call import compute
 from hadagen.runtime.call.rules import INTO, LINEAR
 from hadagen.runtime.operands.spec import text_of
@@ -155,6 +156,43 @@ def test_a_scalar_must_be_real() -> None:
         with pytest.raises(TypeError, match="scale is a complex; pass a real number"):
             call(torch.ones(2, 8), 1j, "")
     assert torch.equal(transformed(torch.ones(2, 8), 2, ""), hadamard_transform(torch.ones(2, 8), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "signs"),
+    [
+        ("n=8", torch.zeros(1, dtype=torch.uint8)),
+        ("n=8 signs", None),
+        ("n=8 orders=4", None),
+        ("before=gelu", None),
+        ("inplace", None),
+        ("n=8 to=mxfp4 group=32 rule=floor layout=row-major", None),
+    ],
+)
+def test_a_spec_that_is_not_of_the_operator_is_refused(text: str, signs: torch.Tensor | None) -> None:
+    with pytest.raises(TensorError, match="does not fit: linear takes a rotation that is not in place"):
+        LINEAR.default(torch.ones(2, 8), None, signs, None, 1.0, text)
+
+
+@pytest.mark.parametrize("text", ["n=8 n=4", "n", "signs=1", "n=x", "m=8", "numerics", "orders=4,x"])
+def test_a_spec_that_nobody_wrote_is_a_sentence(text: str) -> None:
+    with pytest.raises(UsageError, match=r"spec '.*' has '.*', which is not known; call a function of hadagen"):
+        transformed(torch.ones(2, 8), 1.0, text)
+    with pytest.raises(TensorError, match="is in place, which only a rotation alone is"):
+        INTO.default([torch.ones(2, 8)], [torch.ones(1)], 1.0, "inplace before=gelu")
+
+
+@pytest.mark.filterwarnings("ignore")
+@of_each
+def test_a_trace_of_torch_jit_keeps_what_is_written(of: Map) -> None:
+    for function in (
+        lambda x: of.call(x * 1, inplace=True),
+        lambda x: of.call(x, out=torch.empty_like(x)),
+        lambda x: of.call(x * 1, inplace=True, before=Gelu()),
+        lambda x: of.call(x, out=torch.empty_like(x), before=Gelu()),
+    ):
+        x = of.normal(3, seed=1)
+        assert torch.equal(torch.jit.trace(function, of.normal(3), check_trace=False)(x), function(x))
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------

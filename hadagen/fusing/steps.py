@@ -58,15 +58,15 @@ def step_of(node: Node) -> FusedCall | None:
         if read:
             fault = "its prologue has tensors of its own"
         count = sum(has)
+        if not spec.n:
+            spec, fault = _of_whole_rows(spec, x, fault)
         return FusedCall(node, x, spec, scale, tuple(others[:count]), others[count] if needs_scale else None, fault)
     if target is not LINEAR.default:
         return None
     x, matrices, signs, signs_after, scale, text = arguments(node)
     spec = Spec.parse(text)
     if not spec.n:
-        n = columns_of(x) or 0
-        fault = None if n and n & (n - 1) == 0 else "its rows are padded, or their length is open"
-        spec = replace(spec, n=n)
+        spec, fault = _of_whole_rows(spec, x, fault)
     elif spec.transposed and not spec.orders and not spec.swapped:  # H is symmetric
         signs, signs_after = signs_after, signs
         spec = replace(spec, transposed=False, signs=spec.signs_after, signs_after=spec.signs)
@@ -74,6 +74,13 @@ def step_of(node: Node) -> FusedCall | None:
         fault = "it is the inverse of a rotation with a matrix"
     operands = tuple(each for each in (matrices, signs, signs_after) if each is not None)
     return FusedCall(node, x, spec, scale, operands, None, fault)
+
+
+def _of_whole_rows(spec: Spec, x: Node, fault: str | None) -> tuple[Spec, str | None]:
+    """The spec with the length of rows of x, and why it cannot become a part of another call."""
+    n = (columns_of(x) or 0) // spec.width
+    is_whole = n > 0 and n & (n - 1) == 0
+    return replace(spec, n=n), fault if is_whole else "its rows are padded, or their length is open"
 
 
 def rotated_by(node: Node) -> FusedCall | None:

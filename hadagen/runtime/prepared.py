@@ -17,7 +17,7 @@ from hadagen.runtime.best import BestConfig, best_config
 from hadagen.runtime.call.entry import rotate
 from hadagen.runtime.call.outputs import empty_results
 from hadagen.runtime.call.rules import Linear
-from hadagen.runtime.call.runs import is_dynamo_compiling, is_plain, known
+from hadagen.runtime.call.runs import has_only_memory, is_plain, known
 from hadagen.runtime.checks import check_is_flag, check_options
 from hadagen.runtime.choose.entries import BATCH_INVARIANT
 from hadagen.runtime.operands.call import key_of, result_like
@@ -52,7 +52,7 @@ def prepare(
     Returns a function p, which can be stored with pickle, copied and compiled:
         p(x, tensor_scale=None, out=None): the result, a tensor or a `Quantized`. Without `to`, out may be x.
         p.out_like(x): memory for out=.
-        p.warmup(dtype), p.best(dtype, rows=8): `hadagen.warmup` and `hadagen.best_config` of its calls.
+        p.warmup(dtype), p.best(dtype, rows=…): `hadagen.warmup` and `hadagen.best_config` of its calls.
         p.rotation, p.format, p.dtype: the rotation; the format, or None; the type of the codes, or None.
 
     Raises TypeError for an argument of a wrong type, and `UsageError` for one that is not possible.
@@ -85,7 +85,7 @@ class Prepared:
 
     p(x): the rotated rows, or codes and scales as a `Quantized`.
     p.out_like(x): memory for out=.
-    p.warmup(dtype), p.best(dtype, rows=8): `hadagen.warmup` and `hadagen.best_config` of its calls.
+    p.warmup(dtype), p.best(dtype, rows=…): `hadagen.warmup` and `hadagen.best_config` of its calls.
 
     rotation: the `Rotation`, or a power of two, 1 for no rotation. format: the format of the result; None for x's type.
     dtype: the type of the codes, or None for x's type.
@@ -130,7 +130,7 @@ class Prepared:
             raise UsageError("rotated rows have no tensor_scale; leave it out")
         else:
             made = self._rotated(x, out, asked["numerics"], asked["batch_invariant"], asked["before"])
-        if not is_dynamo_compiling() and is_plain(x) and (self.format is None or not self.format.needs_scale):
+        if has_only_memory(x) and (self.format is None or not self.format.needs_scale):
             self._remember(x)
         return made
 

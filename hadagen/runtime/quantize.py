@@ -141,16 +141,19 @@ def _again(
     x: torch.Tensor, rotation: Any, asked: Asked, tensor_scale: Any, target: Target, width: int
 ) -> Quantized | None:
     """The result of a call with a plain x that comes again; None for any other call. width: as for `Prologue`."""
-    made, results = None, None
-    if isinstance(rotation, Rotation):
-        made = made_for(rotation, x, width)
-        table, rotation = {} if made is None else made.quantized, 0
-    else:
-        table = _known
+    results, table, by = None, _known, rotation
+    kept: Sequence[Range] = ()
     try:  # a value of a refused type may equal a number
+        if isinstance(rotation, Rotation):
+            made = made_for(rotation, x, width)
+            table, by, kept = ({}, 0, ()) if made is None else (made.quantized, 0, made.places)
+        elif isinstance(rotation, Factors):
+            by, kept = _what(rotation), [*map(_range, present(rotation.matrices, rotation.signs, rotation.signs_after))]
         heads = tensor_scale.numel() if isinstance(tensor_scale, torch.Tensor) else 1
-        found = table.get((rotation, type(rotation), type(asked[0]), type(asked[2]), heads, asked))
+        found = table.get((by, type(by), type(asked[0]), type(asked[2]), heads, asked))
     except (RuntimeError, TypeError, ValueError):  # an argument that is refused
+        found = None
+    if isinstance(tensor_scale, torch.Tensor) and type(tensor_scale) not in (torch.Tensor, torch.nn.Parameter):
         found = None
     if found is not None and not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
         key, form = found
@@ -161,7 +164,7 @@ def _again(
             if target is None:
                 results = run.new(x, *addresses)
             else:
-                kept = [*(() if made is None else made.places), *map(_range, [] if given is None else [given])]
+                kept = [*kept, *map(_range, [] if given is None else [given])]
                 results = _written(run, x, form, target, kept, addresses)
     return None if results is None else _with_format(results, form, given)
 
@@ -231,11 +234,13 @@ def _checked_out(
 ) -> torch.Tensor | None:
     """What fills up the columns of written scales, if they have memory. Raises `TensorError` for tensors that cannot
     take codes and scales of rows, which are x or like the result of a prologue."""
+    if not written:
+        return None
     named = [*zip(NAMES, written, strict=False)]
     for name, each in named:
         _check_has_no_gradient(each, name)
     check_outputs(written, outputs_of(rows, form), x)
-    if not written or not all(has_only_memory(each) for each in (x, *written)):
+    if not all(has_only_memory(each) for each in (x, *written)):
         return None
     if isinstance(rotation, Rotation):
         check_results_apart(named, form, buffers_of(rotation))
@@ -254,10 +259,18 @@ def _remember(x: Any, rotation: Any, asked: Asked, of: Factors, text: str, form:
     table: Any = _known
     if isinstance(rotation, Rotation):
         table, rotation = None if rotation._made is None else rotation._made.quantized, 0
-    if table is not None and type(rotation) is int:
+    elif isinstance(rotation, Factors):
+        rotation = _what(rotation)
+    if table is not None and type(rotation) in (int, tuple):
         key = key_of(text, of.scale, of.matrices, of.signs, of.signs_after, heads if form.by_head else 1)
         what = rotation, type(rotation), type(asked[0]), type(asked[2]), heads
         remember_asked(table, (*what, asked), (key, form))
+
+
+def _what(of: Factors) -> tuple[Any, ...]:
+    """What stands for a rotation and the addresses of its operands in a key."""
+    places = [None if each is None else each.data_ptr() for each in (of.matrices, of.signs, of.signs_after)]
+    return of.n, len(of.orders), *of.orders, of.swapped, of.scale, *places
 
 
 def _has_gradient(x: torch.Tensor, to: Any, gradient: Any) -> bool:

@@ -466,7 +466,7 @@ class Rotation(SealedModule):
             check_apart(target, name, buffers_of(self))
         parts: dict[str, Any] = {"takes": self.n, "unit": self.block, "before": before}
         y = rotate(x, lambda x: self._linear(x, factor, *words), inplace=inplace, out=out, **parts)
-        if not is_dynamo_compiling() and self._made is not None and not (inplace and prologue):
+        if has_only_memory(x) and self._made is not None and not (inplace and prologue):
             of = self._linear(x, factor, *words)
             text = f"{of.text} inplace" if inplace else of.text
             remember_asked(self._made.known, asked, key_of(text, of.scale, *self._made.tensors))

@@ -81,7 +81,7 @@ def hadamard_transform(
     # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do. A
     # scale of a refused type must not be found because it equals a number.
     if is_plain(x) and isinstance(scale, REAL):
-        y = again(x, _known, asked, 0, inplace, out, (), follow)
+        y = again(x, _known, asked, 0, inplace, out, (), None if prologue else follow)
         if y is not None:
             return cast(torch.Tensor, y)
     if stands_for_a_tensor(x):
@@ -96,13 +96,13 @@ def hadamard_transform(
     check_is_number(scale)
     if not is_dynamo_compiling():  # where the operator's own checks do more for the message
         check_numerics(numerics)
+        _warn_of_padding(x, 1 if before is None else before.width, scale)
     if not is_symbolic(scale):
         scale = as_float(scale)
     text = text_of(numerics=numerics, batch_invariant=bool(batch_invariant), before=prologue)
     y = rotate(x, lambda _: Linear(None, None, None, scale, text), before=before, inplace=inplace, out=out)
     if is_dynamo_compiling():
         return y
-    _warn_of_padding(y.shape[-1], scale)
     if not (inplace and prologue):  # of which PyTorch makes two steps
         key = key_of(f"{text} inplace".strip() if inplace else text, scale)
         remember_asked(_known, (scale, *asked[1:]), key)
@@ -112,12 +112,13 @@ def hadamard_transform(
 _known: dict[Any, int] = {}  # the keys of calls that were made, by their arguments
 
 
-def _warn_of_padding(columns: Any, scale: Any) -> None:
+def _warn_of_padding(x: torch.Tensor, width: int, scale: Any) -> None:
     """Warn, once, if the scale is that of an orthonormal transform but rows are padded. In a trace, either may be open;
-    then it does not warn."""
+    then it does not warn. width: as for `Prologue`."""
     global _has_warned
-    if _has_warned or type(columns) is not int or is_symbolic(scale):
+    if _has_warned or is_symbolic(scale) or x.is_nested or not x.dim() or type(x.shape[-1]) is not int:
         return
+    columns = x.shape[-1] // width
     n = padded_length(columns)
     if n != columns and any(abs(abs(float(scale)) * length**0.5 - 1) < _NEARLY for length in (columns, n)):
         _has_warned = True

@@ -64,7 +64,14 @@ class Linear(NamedTuple):
     text: str
 
     def call(self, x: torch.Tensor) -> Call:
-        return Call(Spec.parse(self.text), self.scale, x, self.matrices, self.signs, self.signs_after)
+        """Raises `TensorError` for operands that the spec does not have, or a spec that is not of this operator."""
+        spec, operands = Spec.parse(self.text), (self.matrices, self.signs, self.signs_after)
+        if not spec.is_linear or spec.inplace or spec.roles[:3] != tuple(each is not None for each in operands):
+            raise TensorError(
+                f"spec {self.text!r} does not fit: linear takes a rotation that is not in place, with its operands; "
+                "call a function of hadagen"
+            )
+        return Call(spec, self.scale, x, *operands)
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
@@ -141,7 +148,7 @@ def write(x: torch.Tensor, of: Linear, target: torch.Tensor, before: Prologue | 
     # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result. The same is
     # so for tensors of torch.func.functionalize.
     is_known = is_dynamo_compiling() or stands_for_a_tensor(x)
-    is_plain = is_known or not any(each.is_neg() or is_functional(each) for each in (x, target))
+    is_plain = is_known or not (_is_traced() or any(each.is_neg() or is_functional(each) for each in (x, target)))
     tensors = [x, *present(of.matrices, of.signs, of.signs_after)]
     if before is None and is_plain:
         if target is x:
@@ -161,7 +168,16 @@ def write_results(tensors: list[torch.Tensor], scale: float, text: str, out: Seq
     """The first results of a call with a prologue or a quantizer, into tensors of a caller."""
     if not (is_dynamo_compiling() or stands_for_a_tensor(tensors[0])):
         tensors = [tensors[0].resolve_neg(), *tensors[1:]]  # which PyTorch does only for operators with a result
+        if _is_traced():
+            for each, made in zip(out, CALL(tensors, scale, text), strict=False):
+                each.copy_(made)
+            return
     INTO([*out], tensors, scale, text)
+
+
+def _is_traced() -> bool:
+    """Whether torch.jit traces, which forgets what is written through a list."""
+    return bool(torch._C._is_tracing())
 
 
 def _write_in_place(x: torch.Tensor, of: Linear) -> None:
@@ -318,6 +334,8 @@ def _call_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 def _taken(written: list[torch.Tensor], read: list[torch.Tensor], scale: float, text: str) -> Call:
     """The call, whose x is the tensor that is written if it is in place."""
     spec = Spec.parse(text)
+    if spec.inplace and not spec.is_linear:
+        raise TensorError(f"spec {text!r} is in place, which only a rotation alone is; call a function of hadagen")
     tensors = [written[0], *(read if sum(spec.roles) else ())] if spec.inplace else read
     return Call.taken(tensors, scale, text)
 
@@ -378,9 +396,9 @@ def _in_place_autograd(call: Call, *arguments: Any) -> None:
 
 
 def _into_vmap(info: Any, in_dims: Any, written: Any, read: Any, scale: float, text: str) -> tuple[None, None]:
-    (of_x,), of_read, *_ = in_dims
     if not Spec.parse(text).inplace:
         raise TensorError("out= is not possible under torch.vmap; leave it out")
+    (of_x,), of_read, *_ = in_dims
     if not sum(Spec.parse(text).roles):
         read, of_read = [written[0].new_empty(1)], None
     INTO.default([with_last_in_place(written[0], (of_x, of_read))[0]], read, scale, text)

@@ -222,6 +222,8 @@ class RunOfCopy(Run):
         return self._transformed(x).contiguous()
 
     def over(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_inference():
+            check_writable(x)
         return x.copy_(self._transformed(x))
 
     def _transformed(self, x: torch.Tensor) -> torch.Tensor:

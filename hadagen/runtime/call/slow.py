@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,10 +29,9 @@ _told: set[tuple[Any, ...]] = set()  # device, and problem or what has none
 
 
 class _Here(threading.local):
-    """Of this thread: whether a call is under way whose warning was given, and how many of them there were."""
+    """Of this thread: whether a call is under way whose warning was given."""
 
     inside = False
-    taken = 0
 
 
 _here = _Here()
@@ -64,18 +63,7 @@ def quiet() -> Iterator[None]:
         _here.inside = before
 
 
-def taken() -> int:
-    """How often this thread took the slow path, for `rest`."""
-    return _here.taken
-
-
-def rest(before: int) -> AbstractContextManager[None]:
-    """The context of the rest of a call: `quiet` if the call took the slow path since `taken` was this."""
-    return nullcontext() if _here.taken == before else quiet()
-
-
 def _tell(device: int, asked: Callable[[], Asked]) -> None:
-    _here.taken += 1
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return
     what = asked()
@@ -138,9 +126,9 @@ def _level() -> int:
 _OURS = "hadagen", "torch", "contextlib"
 
 
-def asked_of(of: Any, misfit: str | None = None) -> Asked:
-    """What a `Call` asks for, where PyTorch computes it. misfit: why kernels of its problem do not take its tensors."""
-    spec, rows, matrices = of.spec, of.rows, of.matrices
+def asked_of(of: Any) -> Asked:
+    """What a `Call` asks for, where PyTorch computes it."""
+    spec, rows, matrices, misfit = of.spec, of.rows, of.matrices, None
     columns = rows.shape[-1]
     asked: dict[str, Any] = {
         "numerics": spec.numerics,

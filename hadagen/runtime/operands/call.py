@@ -138,6 +138,8 @@ def check(call: Call) -> None:
     rows = call.rows
     if spec.n:
         _check_rotation(call, rows)
+    elif not spec.is_h_alone:
+        raise TensorError(f"spec {spec.text!r} has operands but no n; call a function of hadagen")
     if call.tensor_scale is not None:
         check_same_device("tensor_scale", call.tensor_scale.device, "x", x.device, "move one of them with .to")
     if spec.prologue is not None:

@@ -63,7 +63,7 @@ class Spec:
             name, is_value, value = word.partition("=")
             kind = _KINDS.get(name)
             try:
-                if kind is None or (kind is bool) is bool(is_value):
+                if kind is None or name in found or (kind is bool) is bool(is_value):
                     raise ValueError
                 found[name] = True if kind is bool else kind(value)
             except ValueError:
