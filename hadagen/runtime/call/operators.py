@@ -44,9 +44,13 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """The result. It bypasses the dispatcher if the dispatcher has nothing to do: for tensors with memory, without
-        a derivative, which nothing watches."""
-        is_plain = not is_dynamo_compiling() and _is_all_plain(arguments)
-        return (self._real if is_plain else self.default)(*arguments)
+        a derivative, which nothing watches. Else a list behind another is not empty: AOTInductor passes no such list.
+        """
+        if not is_dynamo_compiling() and _is_all_plain(arguments):
+            return self._real(*arguments)
+        return self.default(
+            *[[arguments[0][0].new_empty(1)] if isinstance(each, list) and not each else each for each in arguments]
+        )
 
 
 def _is_all_plain(arguments: Sequence[Any]) -> bool:

@@ -181,10 +181,7 @@ def _is_traced() -> bool:
 
 
 def _write_in_place(x: torch.Tensor, of: Linear) -> None:
-    read = present(of.matrices, of.signs, of.signs_after)
-    if not read and (is_dynamo_compiling() or not has_only_memory(x)):  # in traces, which take no empty list
-        read = [x.new_empty(1)]
-    INTO([x], read, of.scale, f"{of.text} inplace")
+    INTO([x], present(of.matrices, of.signs, of.signs_after), of.scale, f"{of.text} inplace")
 
 
 def _linear_vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *options: Any) -> tuple[Any, int]:

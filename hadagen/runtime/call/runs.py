@@ -18,7 +18,6 @@ from torch.overrides import has_torch_function_unary
 from hadagen.errors import TensorError
 from hadagen.gpu.driver import Launch
 from hadagen.runtime.call.decompositions import check_exporter
-from hadagen.runtime.checks import check_writable
 from hadagen.runtime.choose import tables
 from hadagen.runtime.launch import streams
 
@@ -99,9 +98,7 @@ class Run:
         self._queue(*addresses)
 
     def over(self, x: torch.Tensor) -> torch.Tensor:
-        """Write the result into x."""
-        if x.is_inference():
-            check_writable(x)
+        """Write the result into x, which may be written."""
         increment_version((x,))
         address = x.data_ptr()
         self._queue(address, address)
@@ -222,8 +219,6 @@ class RunOfCopy(Run):
         return self._transformed(x).contiguous()
 
     def over(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_inference():
-            check_writable(x)
         return x.copy_(self._transformed(x))
 
     def _transformed(self, x: torch.Tensor) -> torch.Tensor:
@@ -406,6 +401,8 @@ def again(
             return out
         return None
     if in_functorch() or (x.requires_grad and _is_grad_enabled()):
+        return None
+    if x.is_inference() and not torch.is_inference_mode_enabled():
         return None
     is_apart = not kept or all(last <= address or address + x.nbytes <= first for first, last in kept)
     return run.over(x) if is_apart else None
