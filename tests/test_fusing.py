@@ -443,11 +443,11 @@ NOT_FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
 
 def test_a_transform_after_a_prologue_is_joined_with_a_quantizer() -> None:
     x = normal(2, M)
-    compiled = Compiled(lambda x: Q(hadamard_transform(x, 0.125, before=Gelu()).reshape(-1, M), None).codes)
-    wanted = rotate_quantize(x, M, to="int8-row", scale=0.125, round_first=True, before=Gelu()).codes
+    compiled = Compiled(lambda x: Q(hadamard_transform(x, 0.125, before=GELU).reshape(-1, M), None).codes)
+    wanted = rotate_quantize(x, M, to="int8-row", scale=0.125, round_first=True, before=GELU).codes
     assert torch.equal(compiled(x), wanted)
     assert compiled.operators() == ["hadagen.call.default"]
-    padded = Compiled(lambda x: Q(hadamard_transform(x, 0.125, before=Gelu()), None).codes)
+    padded = Compiled(lambda x: Q(hadamard_transform(x, 0.125, before=GELU), None).codes)
     padded(normal(2, 48))
     assert "its rows are padded" in str(padded.report[0].reason)
 
