@@ -307,7 +307,7 @@ def _of_shards(
     """The codes and scales of a DTensor, as DTensors that are divided like x."""
     _, to, group, rule, layout, *_ = asked
     form = Format.choose(to, as_int(group), rule, layout)
-    n = rotation.block if isinstance(rotation, Rotation) else getattr(rotation, "n", rotation or 1)
+    n = rotation.block if isinstance(rotation, Rotation) else getattr(rotation, "n", rotation)
     unit = None if form.group == ROW or not isinstance(n, int) else math.lcm(n, max(form.group, 1), 2)
     shards = shards_of(x, unit, before)
     if is_divided(shards.whole) and form.layout is not Layout.ROW_MAJOR:

@@ -147,19 +147,8 @@ def in_pytorch(call: Call) -> list[torch.Tensor]:
 
 def rotation_of(call: Call, values: torch.Tensor, inplace: bool = False) -> Call:
     """The rotation alone of values in place of x."""
-    spec = call.spec
-    text = text_of(
-        spec.n,
-        spec.orders,
-        spec.signs,
-        spec.signs_after,
-        spec.swapped,
-        spec.transposed,
-        spec.numerics,
-        spec.batch_invariant,
-        inplace,
-    )
-    return Call(Spec.parse(text), call.scale, values, call.matrices, call.signs, call.signs_after)
+    spec = replace(call.spec, inplace=inplace, before="", to="", group=0, rule="", layout="", round_first=False)
+    return Call(spec, call.scale, values, call.matrices, call.signs, call.signs_after)
 
 
 def _quantized(call: Call, values: torch.Tensor) -> list[torch.Tensor]:

@@ -210,10 +210,8 @@ def _call_fake(tensors: list[torch.Tensor], scale: float, text: str) -> list[tor
     call = Call.taken(tensors, scale, text)
     check(call)
     rows, form, prologue = call.rows, call.spec.form, call.spec.prologue
-    first = (
-        [torch.empty_like(rows, memory_format=torch.contiguous_format)] if form is None else empty_results(rows, form)
-    )
     like = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    first = [like] if form is None else empty_results(rows, form)
     return [*first, *[torch.empty_like(like) for _ in (prologue.written if prologue else ())]]
 
 
@@ -365,8 +363,7 @@ def _into_autograd(written: list[torch.Tensor], read: list[torch.Tensor], scale:
     if any(has_tangent(each) for each in (x, *written)):
         raise TensorError("x or out has a tangent, and out= has no derivative; leave it out")
     if decompositions.is_decomposing():
-        made = decomposed(call) if not spec.is_linear else [decompositions.rotation(call)]
-        for each, value in zip(written, made, strict=False):
+        for each, value in zip(written, decomposed(call), strict=False):
             each.copy_(value)
         return
     with torch._C._AutoDispatchBelowAutograd():
